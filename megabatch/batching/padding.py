@@ -39,6 +39,7 @@ POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")  # k
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
 UNMASKED = "convolves over padding"
+POOLED = "pools frames by the padded length"
 MIXES_PADDING = {  # model types and classes of transformers that do not tell; tests/exact/padded.py tries all families
     "T5GemmaForSequenceClassification": "reads the token behind the last",
     "canine": "convolves and pools characters with padding",
@@ -48,11 +49,15 @@ MIXES_PADDING = {  # model types and classes of transformers that do not tell; t
     "fnet": "takes no attention_mask",
     "funnel": "pools tokens with padding",
     "mobilebert": "embeds a token with the one behind it",
+    "moonshine": "normalizes over all frames of a row",
     "nystromformer": "takes means over parts of the padded row",
     "prophetnet": "takes relative positions of other tokens, by the padded length",
     "reformer": "sorts padding and tokens into chunks",
-    "sew": UNMASKED,
-    "sew-d": UNMASKED,
+    "seamless_m4t": UNMASKED,
+    "seamless_m4t_v2": UNMASKED,
+    "sew": POOLED,
+    "sew-d": POOLED,
+    "speech_to_text": UNMASKED,
     "wav2vec2-conformer": UNMASKED,
     "yoso": UNMASKED,
 }

@@ -21,6 +21,7 @@ from megabatch.wrappers.mesh import DataRanks
 
 NUM_FIRST, NUM_SECOND = 5, 6  # tokens of the two samples of a trial
 LEAST_SHARE = 1 / 1000  # of the effect of a sample on the next one where nothing keeps them apart
+NOISE = 16  # times a measured rounding
 # Attention that goes by the place in a row, with an effect after thousands of tokens only.
 BY_PLACE = ("attention_chunk_size", "attn_temperature_tuning")
 WINDOWS = ("window", "window_size")  # ends of the names of windows in configs
@@ -136,17 +137,19 @@ def _check_isolated(model: nn.Module, device: torch.device) -> None:
     running = torch.arange(NUM_FIRST + NUM_SECOND, device=device)[None]  # [1, T]
     packed, alone = _packed_and_alone(logits, row)
     effect = _distance(packed, logits(other, position_ids=_packed_positions(row))[:, NUM_FIRST:])
+    pairs = torch.cat([row, row]), torch.cat([row, other])  # [2, T]
+    rounding = _distance(*(logits(each, position_ids=_packed_positions(each))[0] for each in pairs))
     full_effect = _distance(*(logits(each, position_ids=running)[:, NUM_FIRST:] for each in (row, other)))
     if not full_effect > 0:
         raise PlanError(
             "OneRow tries whether samples of a row see each other, and this model's output does not depend on earlier "
             "tokens, so that it says nothing (an output head of zeros?); leave OneRow out"
         )
-    rounding = torch.finfo(alone.dtype).eps ** 0.5 / 10  # experts may sum in another order
-    if effect > max(LEAST_SHARE, rounding) * full_effect or not equal_but_rounding(packed, alone):
+    if effect > _largest_noise(model, full_effect, rounding, alone) or not equal_but_rounding(packed, alone):
         raise PlanError(
-            "OneRow is given and the model's attention crosses samples: those in one row see each other; choose an "
-            "attention that goes by position_ids (with use_cache = False, in transformers), or leave OneRow out"
+            "OneRow is given and the model's attention, or a convolution, crosses samples: those in one row see each "
+            "other; choose an attention that goes by position_ids (with use_cache = False, in transformers), or leave "
+            "OneRow out"
         )
 
 
@@ -182,8 +185,8 @@ def _check_branches(model: nn.Module, device: torch.device, collate: SharedPrefi
             "SharedPrefix tries the model, whose output does not depend on earlier tokens or on position_ids, so that "
             "it says nothing; leave SharedPrefix out"
         )
-    rounding = torch.finfo(apart.dtype).eps ** 0.5 / 10
-    if effect > max(LEAST_SHARE, rounding) * full_effect or not equal_but_rounding(apart, together):
+    rounding = _distance(apart[1], logits(other_branch % vocab_size)[1])
+    if effect > _largest_noise(model, full_effect, rounding, apart) or not equal_but_rounding(apart, together):
         raise PlanError(
             "SharedPrefix is given and the model has other logits for samples with one prefix than for each alone (a "
             "window, a state, or positions by place, perhaps); leave SharedPrefix out"
@@ -192,6 +195,20 @@ def _check_branches(model: nn.Module, device: torch.device, collate: SharedPrefi
     collate.pad = Padding([model])
     windows += [collate.longest_tree]  # another model's
     collate.longest_tree = min((each for each in windows if type(each) is int), default=None)
+
+
+def _largest_noise(model: nn.Module, full_effect: float, rounding: float, logits: Tensor) -> float:
+    """Return the largest effect of a sample on the next one that may be rounding.
+
+    Without experts it is zero: what attention leaves out adds nothing, and both forwards have one shape. The effect of
+    a row on another, ``rounding``, is no more than rounding either (of a quantization by the whole microbatch, say).
+    Experts sum in an order that depends on all tokens, and a coarse dtype does not show it in one trial.
+    """
+    eps = torch.finfo(logits.dtype).eps
+    noise = NOISE * rounding
+    if any(name in type(module).__name__.lower() for module in model.modules() for name in ("expert", "moe")):
+        noise = max(noise, NOISE * max(eps, torch.finfo(torch.float32).eps) * float(logits.abs().max()))
+    return min(noise, max(LEAST_SHARE, eps**0.5 / 10) * full_effect)
 
 
 def _trial_tokens(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ APART = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "phi", "gemma", "gpt2
 TOLERANCE = {"gpt2": 1e-12, "gpt_neox": 1e-12, "phi": 1e-12}  # others have norms that go down to float32
 LENGTHS = (3, 7, 5, 1, 2, 6)
 NO_TARGET = -100
-NUM_TRIALS = 5  # forwards of a trial
+NUM_TRIALS = 7  # forwards of a trial
 SEEN: list[int] = []  # sequences that each call of `attend_by_ends` was told of
 
 
@@ -200,7 +200,17 @@ def weakly(model: Any) -> Any:
 
 
 BLOOM = {"vocab_size": 40, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+LFM2 = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}  # fmt: skip
+LFM2_EXPERTS = {**LFM2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_dense_layers": 1}
+EXPERTS = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8,
+           "num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 3,
+           "num_local_experts": 8, "num_experts": 8}  # fmt: skip
 SEEING = {
+    "a short convolution": lambda: model_of("lfm2", **LFM2),
+    "a short convolution in float32": lambda: model_of("lfm2", **LFM2).float(),
+    "a short convolution in bfloat16": lambda: model_of("lfm2", **{**LFM2, "vocab_size": 4000}).bfloat16(),
+    "a short convolution and experts": lambda: model_of("lfm2_moe", **LFM2_EXPERTS).float(),
     "opt": lambda: model_of("opt"),
     "bloom": lambda: model_of("bloom", "eager", **BLOOM),
     "bloom, weakly": lambda: weakly(model_of("bloom", "eager", **BLOOM)),
@@ -212,6 +222,17 @@ SEEING = {
 def test_models_whose_samples_see_each_other_are_refused(name: str) -> None:
     with pytest.raises(PlanError, match="those in one row see each other"):
         GradientAccumulator(SEEING[name](), micro_batch_size=2, collate=OneRow())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_experts_that_round_otherwise_are_accepted(family: str, dtype: torch.dtype) -> None:
+    for seed in range(10):
+        model = model_of(family, **EXPERTS)
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+        GradientAccumulator(model.to(dtype), micro_batch_size=2, collate=OneRow())
 
 
 def test_a_model_that_knows_no_positions_is_refused() -> None:
