@@ -41,6 +41,8 @@ BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest r
 UNMASKED = "convolves over padding"
 POOLED = "pools frames by the padded length"
 MIXES_PADDING = {  # model types and classes of transformers that do not tell; tests/exact/padded.py tries all families
+    "SeamlessM4TConformerEncoder": UNMASKED,
+    "SeamlessM4Tv2ConformerEncoder": UNMASKED,
     "T5GemmaForSequenceClassification": "reads the token behind the last",
     "canine": "convolves and pools characters with padding",
     "convbert": UNMASKED,
@@ -49,12 +51,10 @@ MIXES_PADDING = {  # model types and classes of transformers that do not tell; t
     "fnet": "takes no attention_mask",
     "funnel": "pools tokens with padding",
     "mobilebert": "embeds a token with the one behind it",
-    "moonshine": "normalizes over all frames of a row",
+    "moonshine": "normalizes over all frames of the padded row",
     "nystromformer": "takes means over parts of the padded row",
     "prophetnet": "takes relative positions of other tokens, by the padded length",
     "reformer": "sorts padding and tokens into chunks",
-    "seamless_m4t": UNMASKED,
-    "seamless_m4t_v2": UNMASKED,
     "sew": POOLED,
     "sew-d": POOLED,
     "speech_to_text": UNMASKED,
@@ -408,14 +408,14 @@ def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
         configs[id(config)] = config  # of parts too, as the encoder of a pair
         if (name := type(module).__name__) in MIXES_PADDING:
             yield f"{name} {MIXES_PADDING[name]}", 0
+        if name.endswith("GroupNormConvLayer"):  # of Wav2Vec2 and those that follow it
+            yield f"{name} normalizes over all frames of the padded row (feat_extract_norm)", 0
         if getattr(module, "summary_type", None) in ("last", "mean"):
             yield f"{name} takes the {module.summary_type} of the padded row", 0
     for config in filter(None, configs.values()):
         kind = getattr(config, "model_type", None)
         if kind in MIXES_PADDING:
             yield f"{kind} {MIXES_PADDING[kind]}", 0
-        if getattr(config, "feat_extract_norm", None) == "group":
-            yield f"{kind} normalizes over all frames of a row (feat_extract_norm)", 0
         if getattr(config, "attention_type", None) == "block_sparse":
             yield (
                 f"{kind} chooses its blocks by the padded length (attention_type; it may be original_full)",

@@ -145,7 +145,8 @@ def _check_isolated(model: nn.Module, device: torch.device) -> None:
             "OneRow tries whether samples of a row see each other, and this model's output does not depend on earlier "
             "tokens, so that it says nothing (an output head of zeros?); leave OneRow out"
         )
-    if effect > _largest_noise(model, full_effect, rounding, alone) or not equal_but_rounding(packed, alone):
+    is_seen = effect > _largest_noise(model, full_effect, rounding, alone) or _hides_leaks(model, alone)
+    if is_seen or not equal_but_rounding(packed, alone):
         raise PlanError(
             "OneRow is given and the model's attention, or a convolution, crosses samples: those in one row see each "
             "other; choose an attention that goes by position_ids (with use_cache = False, in transformers), or leave "
@@ -186,7 +187,8 @@ def _check_branches(model: nn.Module, device: torch.device, collate: SharedPrefi
             "it says nothing; leave SharedPrefix out"
         )
     rounding = _distance(apart[1], logits(other_branch % vocab_size)[1])
-    if effect > _largest_noise(model, full_effect, rounding, apart) or not equal_but_rounding(apart, together):
+    is_seen = effect > _largest_noise(model, full_effect, rounding, apart) or _hides_leaks(model, apart)
+    if is_seen or not equal_but_rounding(apart, together):
         raise PlanError(
             "SharedPrefix is given and the model has other logits for samples with one prefix than for each alone (a "
             "window, a state, or positions by place, perhaps); leave SharedPrefix out"
@@ -202,13 +204,21 @@ def _largest_noise(model: nn.Module, full_effect: float, rounding: float, logits
 
     Without experts it is zero: what attention leaves out adds nothing, and both forwards have one shape. The effect of
     a row on another, ``rounding``, is no more than rounding either (of a quantization by the whole microbatch, say).
-    Experts sum in an order that depends on all tokens, and a coarse dtype does not show it in one trial.
+    Experts sum in an order that depends on all tokens, which one trial may not show.
     """
     eps = torch.finfo(logits.dtype).eps
     noise = NOISE * rounding
     if any(name in type(module).__name__.lower() for module in model.modules() for name in ("expert", "moe")):
         noise = max(noise, NOISE * max(eps, torch.finfo(torch.float32).eps) * float(logits.abs().max()))
     return min(noise, max(LEAST_SHARE, eps**0.5 / 10) * full_effect)
+
+
+def _hides_leaks(model: nn.Module, logits: Tensor) -> bool:
+    """Return True if a short convolution may mix less than the logits' dtype shows, as that of a fresh LFM2 does."""
+    return torch.finfo(logits.dtype).eps > torch.finfo(torch.float32).eps and any(
+        isinstance(each, nn.Conv1d) and each.groups > 1 and each.padding == (each.kernel_size[0] - 1,)
+        for each in model.modules()
+    )
 
 
 def _trial_tokens(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:

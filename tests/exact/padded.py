@@ -1,7 +1,6 @@
 """Families of transformers beside padding: a tiny model of every type from its config, whose samples differ in length."""
 
 import copy
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Generator
@@ -9,18 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 from megabatch import GradientAccumulator, PlanError, loss, losses
 from megabatch.verification.float64_copy import Float64WithoutDropout
-from tests.exact.inputs import relative_error
 from tests.exact.tiny import VOCABULARY
 
 LENGTHS = (4, 20, 8)  # a longer one for block-sparse attention; Reformer needs multiples of four
-SECONDS = 30  # numbers of sound for each token
 CLASSES = 3
 TASKS = {
     "CausalLM": "CAUSAL_LM", "MaskedLM": "MASKED_LM", "SequenceClassification": "SEQUENCE_CLASSIFICATION",
@@ -60,6 +56,7 @@ SOUND = {
     "num_conv_pos_embeddings": 4, "conv_pos_kernel_size": 3, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 4}
+KIMI = {"num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 2, "qk_head_dim": 16}
 BLOCKS = {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
 ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 32,
          "n_mamba_heads": 4}  # fmt: skip
@@ -80,16 +77,21 @@ OWN: dict[str, dict[str, Any]] = {  # keys of one type, or of a task and a type
                 "window_size": 4},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 4, "num_mel_bins": 4}},
     "wav2vec2-bert": {"vocab_size": VOCABULARY}, "wav2vec2-conformer": {"vocab_size": VOCABULARY},
-    "kimi_linear": {"num_experts_per_token": 2}, "hunyuan_v1_dense": {"head_dim": 8},
+    "kimi_linear": KIMI, "bailing_hybrid": KIMI, "falcon_h1": {**MAMBA, "mamba_d_ssm": 32},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    "xlstm": {"num_blocks": 2, "chunk_size": 4, "ffn_round_up_to_multiple_of": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4}, "laguna": {"num_attention_heads_per_layer": [2, 2]},
     "layoutlmv3": {"coordinate_size": 4, "shape_size": 4, "hidden_size": 24}, "led": {"attention_window": [4, 4]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 48, "channel_shrink_ratio": 2}, "longformer": {"attention_window": [4, 4]},
     "longcat_flash": {"qk_head_dim": 16, "expert_ffn_hidden_size": 12, "zero_expert_num": 1},
     "mamba2": {"num_heads": 4, "expand": 2, "n_groups": 1, "chunk_size": 4}, "ministral": {"head_dim": 8},
     "mistral4": {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "head_dim": 4, "v_head_dim": 4},
     "mobilebert": {"true_hidden_size": 16, "intra_bottleneck_size": 16},
-    "mpt": {"attn_config": {"attn_pdrop": 0}}, "nemotron": {"head_dim": 8}, "neomme": {"head_dim": 16},
+    "mpt": {"attn_config": {"attn_pdrop": 0}}, "nemotron": {"head_dim": 8, "num_key_value_heads": 2}, "neomme": {"head_dim": 16},
+    "deepseek_v2": {"num_experts_per_tok": 2}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 4},
     "perceiver": {"d_latents": 16, "num_latents": 4, "qk_channels": 16, "v_channels": 16,
                   "num_self_attends_per_block": 1},
@@ -106,7 +108,7 @@ MOST_PARAMETERS = 3_000_000
 def _small(config: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """The keys of a config with small values, those of its parts too."""
     made = {key: _small_value(key, value) for key, value in config.items() if key not in ("dtype", "per_layer_config")}
-    if "conv_dim" in made and "feat_extract_norm" in made:
+    if "conv_dim" in made and "conv_stride" in made:
         made |= {key: value for key, value in SOUND.items() if key in made}
     for key in ("layer_types", "layers_block_type"):
         if kinds := made.get(key):
@@ -174,7 +176,7 @@ def _sample(task: str, model: Any, length: int, number: int) -> dict[str, Tensor
 
     is_pair = model.config.is_encoder_decoder
     if task in ("CTC", "AudioClassification", "SpeechSeq2Seq") and model.main_input_name != "input_ids":
-        shape = (300 * length,) if model.main_input_name == "input_values" else (20 * length, 16)
+        shape = (300 * length,) if model.main_input_name in ("input_values", "inputs") else (20 * length, 16)
         sample = {model.main_input_name: torch.randn(*shape, generator=generator).double()}
     else:
         sample = {"input_ids": ids(length)}
@@ -183,6 +185,7 @@ def _sample(task: str, model: Any, length: int, number: int) -> dict[str, Tensor
     if is_pair and task in ("Seq2SeqLM", "SpeechSeq2Seq"):
         return sample | {"decoder_input_ids": ids(number + 2), "labels": ids(number + 2)}
     if is_pair:
+        sample["input_ids"][-1] = TOKENS["eos_token_id"]  # where BART and others find the class
         sample["decoder_input_ids"] = sample["input_ids"].clone()
     if task.endswith("SequenceClassification") or task == "AudioClassification":
         return sample | {"labels": torch.tensor(number % CLASSES)}

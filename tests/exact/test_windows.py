@@ -62,7 +62,7 @@ PLANTED = {  # bugs, and the jobs that see each
     Mutation("trees beyond the window", "batching/shared_prefix.py",
              "min(max_tokens, self.longest_tree or max_tokens)", "max_tokens"): (ROW, "a_window_that_bounds_trees:1"),
     Mutation("try no rows beside the tree", "engine/packing_check.py",
-             "full_effect or not equal_but_rounding(apart, together)", "full_effect"):
+             "is_seen or not equal_but_rounding(apart, together)", "is_seen"):
         (ROW, "models_whose_branches_may_see_each_other-window:1"),
     Mutation("share with dropout", "batching/shared_prefix.py",
              "        _refuse_dropout(model)\n", ""):

@@ -202,15 +202,16 @@ def weakly(model: Any) -> Any:
 BLOOM = {"vocab_size": 40, "hidden_size": 16, "n_layer": 1, "n_head": 2}
 LFM2 = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}  # fmt: skip
-LFM2_EXPERTS = {**LFM2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_dense_layers": 1}
+LFM2_EXPERTS = {**LFM2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
 EXPERTS = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8,
            "num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 3,
            "num_local_experts": 8, "num_experts": 8}  # fmt: skip
 SEEING = {
     "a short convolution": lambda: model_of("lfm2", **LFM2),
     "a short convolution in float32": lambda: model_of("lfm2", **LFM2).float(),
-    "a short convolution in bfloat16": lambda: model_of("lfm2", **{**LFM2, "vocab_size": 4000}).bfloat16(),
+    "a short convolution in bfloat16": lambda: model_of("lfm2", **LFM2).bfloat16(),
     "a short convolution and experts": lambda: model_of("lfm2_moe", **LFM2_EXPERTS).float(),
+    "the same in bfloat16": lambda: model_of("lfm2_moe", **LFM2_EXPERTS).bfloat16(),
     "opt": lambda: model_of("opt"),
     "bloom": lambda: model_of("bloom", "eager", **BLOOM),
     "bloom, weakly": lambda: weakly(model_of("bloom", "eager", **BLOOM)),
