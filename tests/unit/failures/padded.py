@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    FNetConfig,
+    FNetForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from megabatch import GradientAccumulator, LossContractError, MegabatchError, loss, losses
 from megabatch.batching.padding import Padding
@@ -21,6 +28,13 @@ def gpt2(**settings: Any) -> nn.Module:
 def bert() -> nn.Module:
     return BertForTokenClassification(
         BertConfig(vocab_size=11, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    )
+
+
+def fnet() -> nn.Module:
+    torch.manual_seed(0)
+    return FNetForTokenClassification(
+        FNetConfig(vocab_size=11, hidden_size=4, num_hidden_layers=1, intermediate_size=4)
     )
 
 
@@ -102,6 +116,10 @@ FAILURES = {
         lambda: GradientAccumulator(gpt2(), micro_batch_size=2).forward_backward(texts(3, token=11), losses.next_token),
     ),
     "two pad tokens": Failure("[1, 2]", two_pad_tokens),
+    "padding that a model mixes into tokens": Failure(
+        "input_ids … fnet takes no attention_mask … micro_batch_size=1",
+        lambda: GradientAccumulator(fnet(), micro_batch_size=2).forward_backward(texts(3, 4), losses.classification),
+    ),
     "a mask that the loss keeps": Failure("BertForTokenClassification … attention_mask", unmasked, LossContractError),
     "a backward in the loss": Failure("its own backward", own_backward, LossContractError),
     "a backward that does not scale": Failure("is multiplied by", unscaled, LossContractError),

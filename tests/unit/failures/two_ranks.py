@@ -14,10 +14,10 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, verify
+from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, losses, verify
 from megabatch.accumulator import MAX_COMPARED_CALLS
 from megabatch.wrappers.mesh import num_collectives
-from tests.unit.failures import auto, stretches, user_loop
+from tests.unit.failures import auto, padded, stretches, user_loop
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
 from tests.unit.failures.wrappers import fsdp1
 
@@ -435,10 +435,21 @@ ORDERS: dict[str, tuple[Callable[[], str], list[str]]] = {  # also run by three 
     ),
 }
 
+def padding_of_one_rank() -> str:
+    """Samples of rank 0 have one length."""
+    gradient = GradientAccumulator(padded.fnet(), micro_batch_size=2)
+    batch = padded.texts(*here((3, 4), (3, 3)))
+    return told(lambda: gradient.forward_backward(batch, losses.classification))
+
+
 JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is told
     "keys that differ": (keys_differ, heard("PlanError", KEYS)),
     "no batch": (no_batch, heard("PlanError", NO_INPUT)),
     "a sample longer than the cap": (sample_too_long, heard("PlanError", CAP)),
+    "padding that a model mixes into tokens": (
+        padding_of_one_rank,
+        heard("PlanError", "fnet takes no attention_mask"),
+    ),
     "a collate that raises": (
         collate_raises,
         heard("PlanError", "KeyError: 'no such column'", "KeyError: 'no such column'"),
