@@ -122,22 +122,23 @@ class Padding:
                 fill = self._pad_token if fill is None else fill
             made[name] = stack_padded(name, values, fill, length)
         main = next((name for name in self._main_inputs if name in made), None)
-        if self._mixing and any(name == main or name.endswith(IDS) for name in ragged):
-            self._refuse_padding(made, ragged)
+        if self._mixing and ragged:
+            inputs = {name: value for name, value in made.items() if name == main or name.endswith(IDS)}
+            self._refuse_padding({name: value for name, value in inputs.items() if name in ragged})
         if main is not None and self.takes_mask and (main in ragged or not self._is_causal):
             self._add_mask(made, main, columns[main])
         self.check(made)
         return made
 
-    def _refuse_padding(self, made: Mapping[str, Tensor], ragged: set[str]) -> None:
-        """Raise `PlanError` where a model mixes the padding of a microbatch into tokens."""
-        longest = max(made[name].shape[1] for name in ragged)
-        cause = next((cause for cause, most in self._mixing if longest > most), None)
-        if cause is not None:
-            raise PlanError(
-                f"samples of one microbatch have {min(ragged)} of unequal lengths, and {cause}, so that padding changes "
-                "their gradient whatever the mask says; give micro_batch_size=1, or samples of one length"
-            )
+    def _refuse_padding(self, padded: Mapping[str, Tensor]) -> None:
+        """Raise `PlanError` where a model mixes the padding of an input into tokens."""
+        for name, value in padded.items():
+            cause = next((cause for cause, most in self._mixing if value.shape[1] > most), None)
+            if cause is not None:
+                raise PlanError(
+                    f"samples of one microbatch have {name} of unequal lengths, and {cause}, so that padding changes "
+                    "their gradient whatever the mask says; give micro_batch_size=1, or samples of one length"
+                )
 
     def _check_fill(self, name: str, given: float | None) -> None:
         """Raise `PlanError` where a model that looks for its pad token would get another."""
@@ -401,7 +402,7 @@ def is_causal(model: Any, *, with_experts: bool = False) -> bool:
 
 
 def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield why a model of transformers mixes padding into tokens, and the longest row [tokens] in which it does not."""
+    """Yield why a model of transformers mixes padding into tokens, and the most tokens of a row where it does not."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -412,15 +413,15 @@ def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
             yield f"{name} normalizes over all frames of the padded row (feat_extract_norm)", 0
         if getattr(module, "summary_type", None) in ("last", "mean"):
             yield f"{name} takes the {module.summary_type} of the padded row", 0
+        if config is not None and getattr(module, "attention_type", None) == "block_sparse":
+            yield (
+                f"{name} chooses blocks by the padded length (attention_type=original_full does not)",
+                (5 + 2 * config.num_random_blocks) * config.block_size,  # shorter rows have full attention
+            )
     for config in filter(None, configs.values()):
         kind = getattr(config, "model_type", None)
         if kind in MIXES_PADDING:
             yield f"{kind} {MIXES_PADDING[kind]}", 0
-        if getattr(config, "attention_type", None) == "block_sparse":
-            yield (
-                f"{kind} chooses its blocks by the padded length (attention_type; it may be original_full)",
-                (5 + 2 * config.num_random_blocks) * config.block_size,  # shorter rows have full attention
-            )
         rope: Any = getattr(config, "rope_parameters", None) or {}
         for each in (rope, *rope.values()):  # of one kind of layers, or of each
             if isinstance(each, dict) and each.get("rope_type") in BY_LENGTH:

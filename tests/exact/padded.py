@@ -1,4 +1,4 @@
-"""Families of transformers beside padding: a tiny model of every type from its config, whose samples differ in length."""
+"""Families of transformers beside padding: a tiny model of every type from its config, samples of unequal lengths."""
 
 import copy
 import inspect
@@ -18,7 +18,7 @@ from megabatch import GradientAccumulator, PlanError, loss, losses
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.tiny import VOCABULARY
 
-LENGTHS = (4, 20, 8)  # a longer one for block-sparse attention; Reformer needs multiples of four
+LENGTHS = (5, 20, 8)  # an odd one for what is pooled, and a longer one for block-sparse attention
 CLASSES = 3
 TASKS = {
     "CausalLM": "CAUSAL_LM", "MaskedLM": "MASKED_LM", "SequenceClassification": "SEQUENCE_CLASSIFICATION",
@@ -32,7 +32,7 @@ CASES = tuple(
 )
 MIXES = ("big_bird", "convbert", "fnet", "funnel", "mobilebert", "nystromformer", "reformer", "yoso")
 REFUSED = {  # all others are exact
-    *(f"CausalLM {kind}" for kind in ("big_bird", "bigbird_pegasus", "cpmant", "prophetnet", "reformer")),
+    *(f"CausalLM {kind}" for kind in ("big_bird", "cpmant", "prophetnet", "reformer")),
     *(f"MaskedLM {kind}" for kind in MIXES),
     *(f"SequenceClassification {kind}" for kind in (*MIXES, "bigbird_pegasus", "canine", "t5gemma", "xlnet")),
     *(f"TokenClassification {kind}" for kind in (*MIXES, "canine") if kind != "reformer"),
@@ -95,7 +95,8 @@ SMALL: dict[str, Any] = {
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 2}
 SOUND = {
     "conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4, "conv_pos_kernel_size": 3, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8,
+    "num_conv_pos_embeddings": 4, "conv_pos_kernel_size": 3, "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 4}
 KIMI = {"num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 2, "qk_head_dim": 16}
@@ -111,7 +112,7 @@ OWN: dict[str, dict[str, Any]] = {  # keys of one type, or of a task and a type
     "deberta-v2": {"pooler_hidden_size": 16, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
                    "position_buckets": 8, "conv_kernel_size": 3, "conv_act": "gelu"},
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 60, "pad_token_id": 0},
-    "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1]},
+    "funnel": {"block_sizes": [1, 2], "block_repeats": [1, 1]},
     "gemma3n_text": {"intermediate_size": [24, 24], "num_kv_shared_layers": 0, "laurel_rank": 4, "altup_num_inputs": 2,
                      "activation_sparsity_pattern": [0.0, 0.0]},
     "gemma4_text": {"num_kv_shared_layers": 0}, "gemma4_unified_text": {"num_kv_shared_layers": 0},
@@ -132,8 +133,10 @@ OWN: dict[str, dict[str, Any]] = {  # keys of one type, or of a task and a type
     "mamba2": {"num_heads": 4, "expand": 2, "n_groups": 1, "chunk_size": 4}, "ministral": {"head_dim": 8},
     "mistral4": {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "head_dim": 4, "v_head_dim": 4},
     "mobilebert": {"true_hidden_size": 16, "intra_bottleneck_size": 16},
-    "mpt": {"attn_config": {"attn_pdrop": 0}}, "nemotron": {"head_dim": 8, "num_key_value_heads": 2}, "neomme": {"head_dim": 16},
-    "deepseek_v2": {"num_experts_per_tok": 2}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "mpt": {"attn_config": {"attn_pdrop": 0}}, "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "neomme": {"head_dim": 16},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 4},
     "perceiver": {"d_latents": 16, "num_latents": 4, "qk_channels": 16, "v_channels": 16,
                   "num_self_attends_per_block": 1},
@@ -205,8 +208,9 @@ def make(case: str, **given: Any) -> nn.Module:
 # Samples and losses.
 
 
-def samples_of(task: str, model: Any, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
-    """Samples of these lengths as the model reads them; ``num`` says how much sound is in one."""
+def samples_of(task: str, model: Any) -> list[dict[str, Tensor]]:
+    """Samples as the model reads them; ``num`` says how much sound is in one."""
+    lengths = (4, 20, 8) if model.config.model_type == "reformer" else LENGTHS  # which takes multiples of four
     return [_sample(task, model, length, number) for number, length in enumerate(lengths)]
 
 
@@ -284,24 +288,27 @@ def outcome(case: str, **given: Any) -> str:
             if "padding changes" not in str(error) or "\n" in str(error):
                 return str(error)
             _gradient(model, samples[:1] * 3, loss_fn, 3)  # samples of one length are not refused
-            return "refused" if _padding_changes(model, samples) else "refused, and padding changes nothing"
+            found = {}
+    if not found:
+        return "refused" if _padding_changes(model, samples) else "refused, and padding changes nothing"
     largest = max(float(each.norm()) for each in expected.values())
     assert largest > 0
     errors = {
         name: float((found[name] - each).norm()) / max(float(each.norm()), 1e-4 * largest)
         for name, each in expected.items()
     }
-    name, worst = max(errors.items(), key=lambda pair: pair[1])
-    return "exact" if worst < 1e-9 else f"{name} is off by {worst:.1e}"
+    return next((f"{name} is off by {error:.1e}" for name, error in errors.items() if not error < 1e-9), "exact")
 
 
 def _padding_changes(model: nn.Module, samples: list[dict[str, Tensor]]) -> bool:
-    """Tell by plain torch, in float32: ProphetNet's masks overflow in float64."""
-    model, main = copy.deepcopy(model).float(), getattr(model, "main_input_name", "input_ids")
+    """Tell by plain torch."""
+    main = getattr(model, "main_input_name", "input_ids")
+    if model.config.model_type in ("canine", "prophetnet"):  # whose masks overflow in float64
+        model = copy.deepcopy(model).float()
     rows = [{key: value for key, value in sample.items() if key not in ("labels", "num")} for sample in samples]
     padded = {key: pad_sequence([row[key] for row in rows], batch_first=True) for key in rows[0]}
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
-    changes = []
+    changes: list[float] = []
     for number, row in enumerate(rows):
         beside = {key: value[number : number + 1] for key, value in padded.items()}
         if takes_mask:
@@ -310,12 +317,13 @@ def _padding_changes(model: nn.Module, samples: list[dict[str, Tensor]]) -> bool
         alone = {key: value[None] for key, value in row.items()}
         one, other = (_logits(model, inputs) for inputs in (alone, beside))
         changes.append(float((one - other[:, : one.shape[1]]).norm() / one.norm()))
-    return max(changes) > 1e-3
+    return max(changes) > 1e-5
 
 
 def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    given = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
-    return copy.deepcopy(model)(**given).logits  # some models change in a forward
+    given = {key: value.to(model.dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    with torch.no_grad():
+        return copy.deepcopy(model)(**given).logits  # some models change in a forward
 
 
 def _gradient(model: nn.Module, samples: list[dict[str, Tensor]], loss_fn: Any, size: int) -> dict[str, Tensor]:

@@ -435,6 +435,7 @@ ORDERS: dict[str, tuple[Callable[[], str], list[str]]] = {  # also run by three 
     ),
 }
 
+
 def padding_of_one_rank() -> str:
     """Samples of rank 0 have one length."""
     gradient = GradientAccumulator(padded.fnet(), micro_batch_size=2)
