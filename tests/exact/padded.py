@@ -317,12 +317,13 @@ def _padding_changes(model: nn.Module, samples: list[dict[str, Tensor]]) -> bool
         alone = {key: value[None] for key, value in row.items()}
         one, other = (_logits(model, inputs) for inputs in (alone, beside))
         changes.append(float((one - other[:, : one.shape[1]]).norm() / one.norm()))
-    return max(changes) > 1e-5
+    return any(not each <= 1e-5 for each in changes)  # T5Gemma has NaN where it reads padding
 
 
 def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     given = {key: value.to(model.dtype) if value.is_floating_point() else value for key, value in inputs.items()}
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return copy.deepcopy(model)(**given).logits  # some models change in a forward
 
 
