@@ -172,6 +172,10 @@ class GradientAccumulator:
             accumulate_dtype = exact.check_settings(self._wrapper, limits, collate, accumulate_dtype, same_bits)
             new_planner, self._new_update = exact.SameBitsPlanner, exact.SameBitsUpdate
             new_gradients = ExactGradients
+        if self._wrapper.is_pipeline:
+            from megabatch.pipeline.schedule_steps import SchedulePlanner
+
+            new_planner = partial(SchedulePlanner, pipeline=cast(Any, model))
         self._wide = new_gradients(self._wrapper.parameters, accumulate_dtype)
         if same_bits == "proved":
             from megabatch.engine.same_bits import ProvedGradients
@@ -183,9 +187,7 @@ class GradientAccumulator:
         # Ranks with other models or settings would sum one parameter's gradient into another's.
         check_rank_agreement(self._wrapper, choice[0], accumulate_dtype, shapes)
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
-        self._planner = new_planner(
-            *limits, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
-        )
+        self._planner = new_planner(*limits, collate, length, choice, ranks, cost, fit, padding=self._padding)
         self._tuner: Any = None  # a MicrobatchTuner, where the limit is "auto"
         if self._planner.is_auto:
             from megabatch.autotune.tuner import MicrobatchTuner
@@ -767,7 +769,9 @@ class GradientAccumulator:
         if self._running or self._is_lost or self._loop is not None:
             self._refuse_to_add()
         wrapper, ownership, order = self._wrapper, self._ownership, self._wrapper.collective_order
-        prepared, failure = None, None
+        planner, prepared, failure = self._planner, None, None
+        if wrapper.is_pipeline:
+            planner = cast(Any, planner).told_by_all(batch)
         tried = ownership.tried.get(loss_fn)  # None for a new loss
         if wrapper.forwards_meet:
             order.wants_comparison = tried is None and self._compares_new(loss_fn)
@@ -779,9 +783,9 @@ class GradientAccumulator:
             if self._shapes is not None:
                 self._shapes.check(loss_fn)
             if self._early is not None and given is None:
-                prepared = self._early.take(batch, (self._planner, hooks))
+                prepared = self._early.take(batch, (planner, hooks))
             if prepared is None:
-                prepared = self._planner.prepare(batch, hooks, given)
+                prepared = planner.prepare(batch, hooks, given)
         except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
             failure = error
         try:
@@ -795,7 +799,7 @@ class GradientAccumulator:
         if wrapper.is_pipeline:
             from megabatch.pipeline.run import fill_up_schedule
 
-            agreement = fill_up_schedule(wrapper, prepared, agreement)
+            prepared, agreement = fill_up_schedule(wrapper, prepared, agreement)
         if self._same_bits:
             cast(Any, self._planner).check_call(wrapper, prepared.plan)
         # A later call may leave this rank without samples: it then repeats one of these, with weight 0.

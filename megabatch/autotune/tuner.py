@@ -348,9 +348,7 @@ def measure_policy(
     wrapper.accumulate_in(wide)
     choice = choose_policy(wrapper, policy)
     pad = Padding(wrapper.models)
-    planner = MicrobatchPlanner(
-        None, None, collate, None, choice, wrapper.ranks, wrapper.one_shape, cost=None, padding=pad
-    )
+    planner = MicrobatchPlanner(None, None, collate, None, choice, wrapper.ranks, cost=None, padding=pad)
     tuner = MicrobatchTuner(model, wrapper, wide, memory_bytes)
     tuner.optimizer = optimizer
     with guard_memory(wrapper.ranks, wrapper.device):

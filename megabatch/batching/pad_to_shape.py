@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import PlanError
-from megabatch.planning.plan import check_lengths
 from megabatch.torch_private import is_dtensor, pytree
 
 SEEN_BYTES = 1 << 16  # of each tensor, in the number by which stages compare their microbatches
@@ -30,11 +29,10 @@ class Inputs(NamedTuple):
         """Samples: dim 0 of the first tensor that has one."""
         return next((len(each) for each in self.tensors if each.ndim), 0)
 
-
-def equal_rows(lengths: Sequence[int], max_microbatch_tokens: int) -> int:
-    """Return the samples per microbatch that stay under a cap when each is padded to the longest sample of all."""
-    check_lengths(lengths, max_microbatch_tokens)
-    return max_microbatch_tokens // max(1, *lengths, 1)
+    @property
+    def num_columns(self) -> int:
+        """The longest dim 1 of any tensor; 1 if none has one."""
+        return max((each.shape[1] for each in self.tensors if each.ndim > 1), default=1)
 
 
 Shape = Callable[..., Any]  # called as the model is; returns a meta tensor, or a tuple of them

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megabatch.batching import context_parallel
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.pad_to_shape import equal_rows
 from megabatch.batching.padding import Padding, note_padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Samples
 from megabatch.batching.shared_prefix import SharedPrefix
@@ -110,7 +109,6 @@ class MicrobatchPlanner:
     length: Length | None
     choice: tuple[str, str]  # the sync policy, and why it is this one
     ranks: DataRanks
-    one_shape: bool  # every microbatch is padded to the longest sample of the call, as in a pipeline
     cost: CostModel | None  # the user's cost model
     fit: TunedLimit | None = None  # the measured limit, if the user gave none
     learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
@@ -139,8 +137,6 @@ class MicrobatchPlanner:
             rows, tokens = None, self.fit.max_microbatch_tokens
         elif rows is None and tokens is None:
             rows = self._refuse_unknown_limit(samples)
-        elif self.one_shape and tokens is not None:
-            rows, tokens = equal_rows(lengths, tokens), None
         check_lengths(lengths, tokens)
         if self.learned is not None and rows is not None:
             rows = min(rows, self.learned.samples)
@@ -156,7 +152,7 @@ class MicrobatchPlanner:
         if isinstance(self.collate, OneRow):
             plan = without_padding(lengths, plan, tokens)
         sync, reason = self.choice
-        plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
+        plan = replace(plan, lengths=tuple(samples.lengths), sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
 
     def _refuse_unknown_limit(self, samples: Samples) -> int:
@@ -198,7 +194,7 @@ class MicrobatchPlanner:
         if plan.shared:
             cast(SharedPrefix, self.collate).check(samples, plan)
         sync, reason = self.choice
-        return replace(plan, microbatches=cut, sync=sync, reason=reason, num_split=0, one_shape=self.one_shape)
+        return replace(plan, microbatches=cut, sync=sync, reason=reason, num_split=0, steps=())
 
     def is_repeatable(self, hooks: LossHooks) -> bool:
         """Return True if no function of the user's that may draw random numbers is called to prepare a batch."""

@@ -1,12 +1,14 @@
-"""Runs a call through torch's pipeline schedules: one schedule step runs all microbatches.
+"""Runs a call through torch's pipeline schedules: a schedule step runs all its microbatches, padded to one shape.
 
 The user's loss function needs no change. Every rank calls it with a `_Recorder` in place of the model, which records
 the model's inputs. The last stage calls it again with an `_Answer`, which returns the output of the stages.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from megabatch.losses.contract import (
     terms_of,
     weigh_of,
 )
+from megabatch.pipeline.schedule_steps import group_microbatches
 from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
 from megabatch.torch_private import pytree
 from megabatch.wrappers.base import Wrapper
@@ -40,12 +43,19 @@ __all__ = ["Pipeline", "evaluate"]
 Named = list[tuple[str, bool, float | None]]  # a microbatch's terms: name, has a graph, weight if on the host
 
 
-def fill_up_schedule(wrapper: Wrapper, prepared: PreparedBatch, agreement: CallAgreement) -> CallAgreement:
-    """Return the agreement with the additional dummy microbatches that the schedule needs, the same on all ranks."""
+def fill_up_schedule(
+    wrapper: Wrapper, prepared: PreparedBatch, agreement: CallAgreement
+) -> tuple[PreparedBatch, CallAgreement]:
+    """Add the dummy microbatches that the schedule steps need, the same number on all ranks."""
     assert isinstance(wrapper, PipelineWrapper)
-    num_microbatches = wrapper.pipeline.filled(agreement.num_microbatches)
+    if not agreement.num_microbatches:
+        return prepared, agreement
+    # A plan that was given may be of `megabatch.plan`, which knows no schedule.
+    steps = prepared.plan.steps or (wrapper.pipeline.filled(agreement.num_microbatches),)
+    prepared = replace(prepared, plan=replace(prepared.plan, steps=steps))
+    num_microbatches = max(sum(steps), agreement.num_microbatches)  # if that is more, ranks have other steps
     dummy = agreement.dummy or prepared.dummy  # if agreement.dummy is None, this rank has samples
-    return replace(agreement, num_microbatches=num_microbatches, dummy=dummy)
+    return prepared, replace(agreement, num_microbatches=num_microbatches, dummy=dummy)
 
 
 def run_schedule(
@@ -54,7 +64,7 @@ def run_schedule(
 ) -> dict[str, Term]:  # fmt: skip
     """Add a call's gradient to the open update. Return its sums, the same on every stage.
 
-    An error of the loss or of a stage is raised on all ranks at the end of the schedule step. A stage that fails in the
+    An error of the loss or of a stage is raised on all ranks after the last schedule step. A stage that fails in the
     middle of its wrapper's collectives keeps its data ranks waiting, as it does without a pipeline.
     """
     assert isinstance(wrapper, PipelineWrapper)
@@ -66,16 +76,18 @@ def run_schedule(
     if not agreement.num_microbatches:
         return {}
     model, device = wrapper.pipeline, wrapper.device
+    sizes = prepared.plan.steps
     recorded = _recorded_by_all(
         lambda: list(iterate_steps(prepared, agreement, weigh_of(loss_fn), wrapper)),
         loss_fn,
         model,
         device,
         wrapper.loss_factor,
+        sizes,
     )
     last = _LastStage(model, *recorded, loss_fn, opened)
     with wrapper.call():
-        model.step(last.inputs, last.loss, device, backward=True)
+        last.run(sizes, device, backward=True)
     sums: dict[str, Term] = {}
     # Every stage adds the same sums, so that each can close the update without asking the last one.
     for terms, step in zip(last.told(device), last.steps, strict=True):
@@ -96,18 +108,19 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
     device = next(model.parameters()).device
 
     def make() -> list[MicrobatchStep]:
-        num_real = len(microbatches)
-        indices = range(model.filled(num_real))  # beyond the real ones, the last microbatch is repeated
-        return [MicrobatchStep(microbatches[min(i, num_real - 1)], i, {}, {}, i >= num_real) for i in indices]
+        return [MicrobatchStep(each, index, {}, {}, False) for index, each in enumerate(microbatches)]
 
-    recorded = _recorded_by_all(make, loss_fn, model, device, None)
+    made, calls = _recorded_by_all(make, loss_fn, model, device, None, (len(microbatches),))
     if not microbatches:
         return []
-    last = _LastStage(model, *recorded, loss_fn, None)
+    groups = group_microbatches(_shapes_of_all(calls, model.ranks), model)
+    order = [index for group in groups for index in group]
+    last = _LastStage(model, [made[index] for index in order], [calls[index] for index in order], loss_fn, None)
     try:
         with torch.no_grad():
-            model.step(last.inputs, last.loss, device, backward=False)
-        return last.told(device)[: len(microbatches)]
+            last.run([len(group) for group in groups], device, backward=False)
+        terms = dict(zip(order, last.told(device), strict=True))
+        return [terms[index] for index in range(len(microbatches))]
     except Exception:
         model.forget()
         raise
@@ -115,6 +128,18 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _shapes_of_all(calls: Sequence[Inputs], ranks: DataRanks) -> list[tuple[int, int]]:
+    """Return the largest rows and columns of each microbatch's inputs over all data ranks."""
+    own = [float(number) for each in calls for number in (each.num_rows, each.num_columns)]
+    largest = [int(max(numbers)) for numbers in zip(*ranks.exchange_numbers(own), strict=True)]
+    return list(zip(largest[::2], largest[1::2], strict=True))
+
+
+def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the end of each of some neighbors of these sizes."""
+    return pairwise(accumulate(sizes, initial=0))
 
 
 class _Called(BaseException):
@@ -177,25 +202,33 @@ def _recorded_by_all(
     model: Pipeline,
     device: torch.device,
     loss_factor: float | None,
+    sizes: Sequence[int],
 ) -> tuple[list[MicrobatchStep], list[Inputs]]:
     """Return the microbatch steps and the model's inputs in each, after a check on all ranks.
 
-    An error on one rank is raised on all ranks. Without a ``loss_factor`` nothing is differentiated.
+    An error on one rank is raised on all ranks. Without a ``loss_factor`` nothing is differentiated. ``sizes`` are the
+    numbers of microbatches that are to have one shape.
     """
     made, calls, failure, ranks, trains = [], [], None, model.ranks, loss_factor is not None
     try:
         made = make()
         calls = [_recorded(loss_fn, step, device, trains) for step in made]
-        in_one_shape(calls)
+        for start, end in _ranges(sizes):
+            in_one_shape(calls[start:end])
     except Exception as error:  # the user's loss may raise anything, and the other ranks must know
         failure = error
     seen = fingerprint([step.microbatch for step in made])  # each stage computes from its own copy of the inputs
-    number = sum(trains or not step.is_dummy for step in made)
-    rows = ranks.exchange_numbers([float(failure is not None), seen, number, loss_factor or 0.0, model.num_stages])
+    own = [seen, len(made), zlib.crc32(repr(tuple(sizes)).encode()), loss_factor or 0.0, model.num_stages]
+    rows = ranks.exchange_numbers([float(failure is not None), *map(float, own)])
     if any(failed for failed, *_ in rows):
         raise first_failure(ranks, failure)
-    if len({tuple(rest) for _, _, _, *rest in rows}) > 1:
+    if len({tuple(rest) for _, _, _, _, *rest in rows}) > 1:
         raise PlanError("ranks differ in the number or the wrapper of their stages; give all ranks the same")
+    if trains and len({steps for _, _, _, steps, *_ in rows}) > 1:
+        raise PlanError(
+            "ranks were given plans with other schedule steps; give all ranks the last_plan of one call, or leave plan "
+            "out"
+        )
     if len(numbers := {int(number) for _, _, number, *_ in rows}) > 1:
         raise PlanError(f"ranks were given {min(numbers)} and {max(numbers)} microbatches; give every rank as many")
     for data_rank in range(ranks.degree):
@@ -229,8 +262,8 @@ class _Answer:
 class _LastStage:
     """Computes the losses on the last stage.
 
-    An error is kept until the schedule step ends, since the other ranks wait for that. Without an ``opened`` update
-    nothing is differentiated.
+    An error is kept until the last schedule step ends, since the other ranks wait for that. Without an ``opened``
+    update nothing is differentiated.
     """
 
     def __init__(
@@ -242,13 +275,23 @@ class _LastStage:
         opened: OpenUpdate | None,
     ) -> None:
         self._model, self.steps, self._calls, self._loss_fn, self._opened = model, steps, calls, loss_fn, opened
-        self.inputs = in_one_shape(calls)
+        self._inputs: list[Inputs] = []  # of the running schedule step, in one shape
+        self._start = 0  # its first microbatch
         self._with_graph = torch.is_grad_enabled()  # here: schedules change it
         self._terms: dict[int, dict[str, Term]] = {}  # by index of each microbatch without an error
         self._failure: tuple[int, Exception] | None = None  # the first error; its number is larger than any stage's
 
-    def loss(self, output: Sequence[Any], index: int) -> Tensor:
-        """Return the scalar to differentiate for one microbatch."""
+    def run(self, sizes: Sequence[int], device: torch.device, *, backward: bool) -> None:
+        """Run the microbatches in schedule steps of these sizes. Gradients are reduced in the last."""
+        self._model.failure = None
+        for start, end in _ranges(sizes):
+            self._start, self._inputs = start, in_one_shape(self._calls[start:end])
+            is_last = end == len(self.steps)
+            self._model.step(self._inputs, self._loss, device, backward=backward, reduces=is_last)
+
+    def _loss(self, output: Sequence[Any], place: int) -> Tensor:
+        """Return the scalar to differentiate for one microbatch of the running schedule step."""
+        index = self._start + place
         try:
             terms = self._terms_of(output, index)
             objective = nothing_of(output)
@@ -270,7 +313,7 @@ class _LastStage:
     def _terms_of(self, output: Sequence[Any], index: int) -> dict[str, Term]:
         model = self._model
         assert model.structure is not None  # the stage has just returned it
-        leaves = cut_back(output, model.output, self.inputs[index], self._calls[index])
+        leaves = cut_back(output, model.output, self._inputs[index - self._start], self._calls[index])
         if self._opened is None and self._with_graph:  # an evaluation that asks which totals are differentiable
             leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in leaves]
         answer = _Answer(pytree.tree_unflatten(leaves, model.structure))

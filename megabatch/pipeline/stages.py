@@ -23,6 +23,7 @@ from megabatch.batching.pad_to_shape import Inputs, Shape, difference, said
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.pipeline.tied import TiedParameters
+from megabatch.planning.partition import MOST_STEPS
 from megabatch.torch_private import is_fsdp2, is_replicate_module, original_of, pytree, run_schedule
 from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper
 from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
@@ -31,7 +32,7 @@ from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks, check_axes
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
-KEPT_SCHEDULES = 2  # each keeps buffers for everything that a call sends from stage to stage
+KEPT_SCHEDULES = 2 * MOST_STEPS  # each keeps buffers for everything that its step sends from stage to stage
 
 
 Loss = Callable[[Any, int], Tensor]  # (output of the last stage, index of the microbatch) -> objective
@@ -84,8 +85,9 @@ class Pipeline(SelfWrapped):
     stage before it and the same keyword arguments. The loss gets the output of the last stage. Name the parameters
     that stages share in ``tied``: a rank cannot detect them.
 
-    All microbatches of a call have one shape. Smaller ones are padded with copies of their last row and with zeros on
-    the right of dim 1. The model must ignore this padding. The output is cut back before the loss gets it.
+    A call runs as one schedule step, or as a few where samples differ so much in length that this computes fewer
+    tokens. All microbatches of a step have one shape. Smaller ones are padded with copies of their last row and with
+    zeros on the right of dim 1. The model must ignore this padding. The output is cut back before the loss gets it.
 
     All inputs of a call are on the device at once. A stage keeps its whole gradient until the end of the call, sharded
     or not.
@@ -127,7 +129,9 @@ class Pipeline(SelfWrapped):
             )
         for stage in stages:
             check_stage(stage, schedule)
-        self.mesh, self.boundary, self.output, self._copies = mesh, boundary, output, dict(tied or {})
+        self.mesh, self.boundary, self.output = mesh, boundary, output
+        self._copies: dict[str, nn.Parameter] | None = dict(tied or {})  # None after `agree_on_tied`
+        self.tied: TiedParameters | None = None  # set by `agree_on_tied`, when the first accumulator is made
         self.group = mesh.get_group("pp")
         rank, ranks = self.group.rank(), self.group.size()
         self.num_stages = ranks * len(stages)
@@ -136,7 +140,7 @@ class Pipeline(SelfWrapped):
         for index, stage in zip(self.indices, stages, strict=True):  # names that are unique over ranks
             self.stages.add_module(str(index), stage)
         self.last_rank = 0 if self.kind.goes_back else ranks - 1  # along "pp", where the loss is computed
-        self.failure: tuple[int, Exception] | None = None  # first error of the last step, with its stage
+        self.failure: tuple[int, Exception] | None = None  # first error of the last call, with its stage
         self.structure: pytree.TreeSpec | None = None  # of the last stage's output
         # By shape and number of microbatches, the last used at the end.
         self._schedules: OrderedDict[object, Any] = OrderedDict()
@@ -152,11 +156,11 @@ class Pipeline(SelfWrapped):
         """Ranks that hold the stages of this rank's pipeline."""
         return DataRanks(pipeline_groups=[self.group])
 
-    @cached_property
-    def tied(self) -> TiedParameters | None:
-        """Parameters that stages share, or None. Collective."""
-        tied = TiedParameters(self._copies, list(self.parameters()), self.group, self.ranks)
-        return tied if tied.names else None
+    def agree_on_tied(self) -> None:
+        """Set ``tied`` to the parameters that stages share, if there are any. Collective, the first time."""
+        if self._copies is not None:
+            tied = TiedParameters(self._copies, list(self.parameters()), self.group, self.ranks)
+            self.tied, self._copies = tied if tied.names else None, None
 
     @property
     def has_last_stage(self) -> bool:
@@ -188,14 +192,19 @@ class Pipeline(SelfWrapped):
             check_dtensors(stage)
         return PipelineWrapper(self, [Wrapper(stage, DataRanks()) for stage in self.stages])
 
-    def step(self, inputs: Sequence[Inputs], loss: Loss, device: torch.device, *, backward: bool) -> None:
-        """Run forward, and optionally backward, of microbatches of one shape. The last stage calls ``loss``."""
+    def step(
+        self, inputs: Sequence[Inputs], loss: Loss, device: torch.device, *, backward: bool, reduces: bool = True
+    ) -> None:
+        """Run forward, and optionally backward, of microbatches of one shape. The last stage calls ``loss``.
+
+        Gradients are reduced at the end. With ``reduces=False`` they stay on their rank: a later step reduces them.
+        """
         schedule, stages = self._schedule(inputs[0], len(inputs), device, backward)
-        self.failure, self._loss = None, loss
+        self._loss = loss
         for stage in stages:
             if self.kind.splits and backward:
                 _keep_unsharded(stage.submod)
-            stage.has_backward = backward
+            stage.has_backward, stage.reduces = backward, reduces
             stage.clear_runtime_states()
         args, kwargs = [each.args for each in inputs], [each.kwargs for each in inputs]
         try:
@@ -254,7 +263,7 @@ class _Stage(PipelineStage):
         super().__init__(
             module, index, pipeline.num_stages, device, input_args=inputs, output_args=outputs, group=pipeline.group
         )
-        self._pipeline, self._outputs = pipeline, outputs
+        self._pipeline, self._outputs, self.reduces = pipeline, outputs, True
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: all shapes are known. torch would drop the gradients of earlier calls here."""
@@ -287,8 +296,12 @@ class _Stage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        is_last = last_backward and self.reduces  # in which DDP reduces
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=is_last)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.has_backward:
+        if self.has_backward and self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
 
     def _check(self, returned: Any) -> None:
@@ -320,11 +333,10 @@ def nothing_of(output: Any) -> Tensor:
 
 
 class PipelineWrapper(MultiModelWrapper):
-    """Reduces every stage of this rank by its own wrapper, once per call, when all its microbatches have run."""
+    """Reduces every stage of this rank by its own wrapper, once per call, in its last schedule step."""
 
     is_pipeline = True
     kind_name = "a pipeline"
-    one_shape = True
     may_pause = False  # a schedule created inside an update drops FSDP2's sums
 
     def __init__(self, pipeline: Pipeline, wrappers: Sequence[Wrapper]) -> None:
@@ -336,6 +348,7 @@ class PipelineWrapper(MultiModelWrapper):
         # No DTensor describes the parameters of other stages.
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
+        pipeline.agree_on_tied()
         if pipeline.tied is not None:
             self.uncounted = pipeline.tied.uncounted
 
@@ -368,7 +381,7 @@ class PipelineWrapper(MultiModelWrapper):
 
     @contextlib.contextmanager
     def call(self) -> Generator[None]:
-        """Surround the step that runs all microbatches of a call."""
+        """Surround the schedule steps that run the microbatches of a call."""
         with super().microbatch("last", last=True):
             yield
 

@@ -11,6 +11,7 @@ import numpy as np
 FEW = 8  # items dealt in one round; with fewer a heap is faster
 PATIENCE = 256  # items that rounds may be short of FEW before a heap deals the rest
 FEW_TOKENS = 2**20  # a table of lengths up to here costs less than sorting them
+MOST_STEPS = 4  # groups of `group_neighbors`, the schedule steps of a pipelined call
 BLOCK_BITS = 10  # one word of a Spaces holds 2**BLOCK_BITS numbers
 
 
@@ -224,6 +225,30 @@ def _shortest_path(lines: Sequence[tuple[float, float, int]]) -> list[int]:
         starts.append(cheapest)
         best = height + end * slope
     return starts
+
+
+def group_neighbors(prices: Sequence[np.ndarray]) -> list[int]:
+    """Return where each group ends in the cheapest grouping of neighbors into 1 to `MOST_STEPS` groups.
+
+    Args:
+        prices: ``prices[start][number - 1]`` is the price of a group of ``number`` items whose first is ``start``.
+    """
+    num = len(prices)
+    table = np.full((num, num + 1), np.inf)  # [start, end]
+    for start, own in enumerate(prices):
+        table[start, start + 1 :] = own
+    best = np.full(num + 1, np.inf)  # [end], of the items before it in `len(starts)` groups
+    best[0], starts, totals = 0.0, list[np.ndarray](), list[float]()
+    for _ in range(min(MOST_STEPS, num)):
+        reached = best[:num, None] + table
+        starts.append(reached.argmin(axis=0))
+        best = reached.min(axis=0)
+        totals.append(float(best[num]))
+    ends, end = list[int](), num
+    for own in reversed(starts[: 1 + totals.index(min(totals))] if totals else []):
+        ends.append(end)
+        end = int(own[end])
+    return ends[::-1]
 
 
 class Spaces:

@@ -71,7 +71,8 @@ class Plan:
         seconds: Predicted seconds of all microbatches. None without a cost model.
         peak_bytes: Predicted peak memory, in bytes. None without a cost model.
         num_split: Microbatches that did not fit in memory and ran in parts.
-        one_shape: True if every microbatch is padded to one shape, as a pipeline needs.
+        steps: Number of microbatches of each schedule step of a pipeline, with dummies. Those of a step are padded to
+            one shape. Empty without a pipeline.
         padded: True if samples are padded to the longest of their microbatch.
         shared: Leading tokens of each sample that are computed in an earlier sample of its microbatch, whose row it
             shares. 0 for a sample that begins a row. Empty if no sample shares a prefix.
@@ -86,7 +87,7 @@ class Plan:
     seconds: float | None = None
     peak_bytes: float | None = None
     num_split: int = 0
-    one_shape: bool = False
+    steps: tuple[int, ...] = ()
     padded: bool = True
     shared: tuple[int, ...] = ()
     shapes: Mapping[tuple[int, ...], tuple[int, int]] = field(default_factory=dict, hash=False)
@@ -104,10 +105,19 @@ class Plan:
     @property
     def padded_tokens(self) -> int:
         """Tokens that the model processes, with padding. Dummy microbatches do not count."""
-        cut = [rows for rows in self.microbatches if rows]
-        if self.one_shape:
-            return len(cut) * max(map(len, cut), default=0) * max(self.lengths, default=0)
-        return sum(map(self.tokens_of, cut))
+        return sum(self.microbatch_tokens)
+
+    @property
+    def microbatch_tokens(self) -> list[int]:
+        """Tokens that the model processes in each microbatch, with padding. Dummy microbatches count 0."""
+        if not self.steps:
+            return [self.tokens_of(rows) if rows else 0 for rows in self.microbatches]
+        tokens: list[int] = []
+        for number in self.steps:
+            cut = self.microbatches[len(tokens) : len(tokens) + number]
+            longest = max((self.lengths[row] for rows in cut for row in rows), default=0)
+            tokens += [max(map(len, cut)) * longest if rows else 0 for rows in cut]
+        return tokens
 
     @property
     def padding(self) -> float:
@@ -170,6 +180,8 @@ class Plan:
             + (f", {sum(self.shared):,} shared" if self.shared else ""),
             f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
         ]
+        if len(self.steps) > 1:
+            lines.append(f"schedule steps of {', '.join(map(str, self.steps))} microbatches")
         if self.shapes:
             shapes = Counter(self.shapes.values()).items()
             lines.append("filled up to " + ", ".join(f"{num} of {rows} x {tokens}" for (rows, tokens), num in shapes))

@@ -65,7 +65,6 @@ class Wrapper:
     loss_factor = 1.0
     hands_over_in_backward = False  # each gradient is complete in ``p.grad`` as soon as it is reduced, during backward
     is_pipeline = False  # the microbatches of a call run together
-    one_shape = False  # microbatches are padded to the largest of a call
     forwards_meet = False  # ranks wait for each other in every module that is called
     replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
     shows_gathered = False  # the modules show other parameters for now, gathered from the shards

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, MegabatchError, losses
+from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.pipeline.run import Pipeline
 from tests.comm.counting import Collectives
 from tests.exact import harness, models, wrappers
@@ -173,7 +174,74 @@ def counts(wrapper: str, microbatches: str, calls: str) -> dict[str, int]:
     return {name: collectives.table().get(name, 0) for name in ("reduce_scatter", "all_reduce")}
 
 
-JOBS: dict[str, Callable[..., Any]] = {"fault": exact_after_a_fault, "counts": counts}
+LENGTHS = [3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 9, 10, 11, 12, 14, 16, 19, 24, 31, 40]  # skewed, as those of text are
+CAP_TOKENS = 48
+
+
+@loss(weigh=lambda microbatch: len(microbatch["labels"]))
+def squared(model: Any, microbatch: Any) -> Any:
+    """Integers from integers. Its weight counts samples, so that the update's is a power of two."""
+    labels = microbatch["labels"]  # [B, T]
+    return (((model(microbatch["input_ids"]) - labels) * (labels != -100)) ** 2).sum(), len(labels)
+
+
+def ragged_call(call: int, data_rank: int, data_degree: int) -> list[list[dict[str, Tensor]]]:
+    """The samples of each data rank: 32 in all, fewer of them on later ranks, and the longest on the first alone."""
+    numbers = torch.Generator().manual_seed(call)
+    lengths = LENGTHS[call:] + LENGTHS[: 12 + call]
+    samples = [
+        {name: torch.randint(1, 5, (length,), generator=numbers) for name in ("input_ids", "labels")}
+        for length in sorted(lengths, reverse=True)
+    ]
+    starts = [0, 20, 32] if data_degree == 2 else [0, 32]
+    return [samples[start:end] for start, end in pairwise(starts)]
+
+
+def ragged(kind: str, schedule: str, wrapper: str) -> dict[str, Any]:
+    """Two calls of samples of unequal lengths in one update: its gradient, its schedule steps, tokens and reductions."""
+    degree = dist.get_world_size() // 2
+    cell = SOME if kind == "language" else "bits:plain:{}:auto:calls:list:weigh:two-samples:forward_backward:loose"
+    this = PipelineRun(Cell.parse(cell.format(degree)), schedule, wrapper)
+    loss_fn = losses.next_token if kind == "language" else squared
+    gradient = GradientAccumulator(this.model, max_microbatch_tokens=CAP_TOKENS)
+    tokens, shapes = 0, list[tuple[int, ...]]()
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        shapes.append(tuple(inputs[0].shape))
+
+    if this.model.indices[0] == 0:
+        original = getattr(this.model.stages[0], "module", this.model.stages[0])
+        original.register_forward_pre_hook(note)
+    calls = [ragged_call(call, this.rank, degree) for call in range(2)]
+    steps = list[tuple[int, ...]]()
+    this.reference.zero_grad()
+    weight = 0
+    for shares in calls:
+        for sample in (sample for share in shares for sample in share):
+            total, each = loss_fn(this.reference, {name: value[None] for name, value in sample.items()})
+            total.backward()
+            weight += int(each)
+    expected = {name: each.grad / weight for name, each in this.reference.named_parameters() if each.grad is not None}
+    with Collectives() as collectives:
+        for shares in calls:
+            gradient.forward_backward(shares[this.rank], loss_fn)
+            plan = gradient.last_plan
+            steps.append(plan.steps)
+            tokens += plan.padded_tokens
+        gradient.finalize()
+    found = this.gradients()
+    return {
+        "gradient": max(float((found[name] - each).norm() / each.norm()) for name, each in expected.items() if each.any()),
+        "steps": steps,
+        "tokens": tokens,
+        "computed": sum(rows * longest for rows, longest in shapes),
+        "most": max((rows * longest for rows, longest in shapes), default=0),
+        "num_shapes": len(set(shapes)),
+        "reductions": {name: collectives.table().get(name, 0) for name in ("reduce_scatter", "all_reduce")},
+    }
+
+
+JOBS: dict[str, Callable[..., Any]] = {"fault": exact_after_a_fault, "counts": counts, "ragged": ragged}
 
 
 def run_job(name: str) -> Any:

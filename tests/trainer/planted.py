@@ -126,7 +126,7 @@ EXTRA_BUGS = (
     Bug("count seconds from zero after a resume",
         {'max((row.get("seconds", 0.0) for row in rows), default=0.0)': "0.0"},
         unit("metrics", "seconds_go_on_where_the_kept_rows_end")),
-    Bug("count padding twice", {"padding = [whole_of(plan, rows) - own": "padding = [whole_of(plan, rows)"},
+    Bug("count padding twice", {"padding = [whole - own for": "padding = [whole for"},
         "page/test_recording.py::test_a_cut_has_samples_real_tokens_and_padding"),
     Bug("write metrics on every rank",
         {"context.folder, enabled=context.ranks.is_main, eval_every": "context.folder, enabled=True, eval_every"},

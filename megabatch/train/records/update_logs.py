@@ -46,15 +46,8 @@ def cut_of(plan: Plan) -> Cut:
     """Return samples, real tokens and padding of this rank's first 64 microbatches; zeros of dummy microbatches."""
     rows_of = plan.microbatches[:MOST_MICROBATCHES]
     real = [sum(plan.lengths[row] for row in rows) for rows in rows_of]
-    padding = [whole_of(plan, rows) - own for rows, own in zip(rows_of, real, strict=True)]
+    padding = [whole - own for whole, own in zip(plan.microbatch_tokens, real, strict=False)]
     return [[len(rows) for rows in rows_of], real, padding]
-
-
-def whole_of(plan: Plan, rows: tuple[int, ...]) -> int:
-    """Return the tokens that go through the model for these samples, padding included."""
-    if not plan.one_shape or not rows:
-        return plan.tokens_of(rows)
-    return max(map(len, plan.microbatches)) * max(plan.lengths)
 
 
 def row_of(step: int, told: list[tuple[int, int, Cut]]) -> Row:

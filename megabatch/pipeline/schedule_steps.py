@@ -1,0 +1,181 @@
+"""Splits a pipelined call into schedule steps: few enough to keep the stages busy, short enough to pad little."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from megabatch.batching.samples import Batch, Samples
+from megabatch.engine.call import MicrobatchPlanner
+from megabatch.errors import PlanError
+from megabatch.losses.contract import LossHooks
+from megabatch.pipeline.stages import Pipeline
+from megabatch.planning.partition import group_neighbors
+from megabatch.planning.plan import CostModel, Plan, check_lengths, priced
+
+MOST_LENGTHS = 128  # at which a step may end; with more distinct lengths, some of them
+
+
+class RankLengths(NamedTuple):
+    """The numbers of a data rank from which all ranks choose the same schedule steps."""
+
+    lengths: list[int]  # distinct, rising
+    counts: list[int]  # samples of each length
+    micro_batch_size: int | None
+    max_microbatch_tokens: int | None
+    cost: CostModel | None
+
+
+class ScheduleStep(NamedTuple):
+    """A schedule step, the same on all data ranks."""
+
+    above: int  # its samples are longer than this
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class SchedulePlanner(MicrobatchPlanner):
+    """Splits samples into schedule steps by length, the longest first, and each step into microbatches.
+
+    A step of m microbatches over S stages costs (m + S - 1) times one microbatch of its shape.
+    """
+
+    pipeline: Pipeline | None = None
+    told: tuple[RankLengths, ...] = ()  # by data rank; empty: this rank's samples are all
+
+    def told_by_all(self, batch: Batch) -> "SchedulePlanner":
+        """Return a planner that knows the lengths of all data ranks. Collective."""
+        if self.ranks.degree == 1:
+            return self
+        try:
+            own = self._tell(self.samples(batch).lengths)
+        except Exception:  # the user's length may raise anything; `prepare` raises it again and tells the other ranks
+            own = self._tell([])
+        return replace(self, told=tuple(self.ranks.exchange_objects(own)[: self.ranks.degree]))
+
+    def is_repeatable(self, hooks: LossHooks) -> bool:
+        """Return False if the plan depends on a message between ranks."""
+        return self.ranks.degree == 1 and super().is_repeatable(hooks)
+
+    def plan(self, samples: Samples) -> Plan:
+        """Return the plan by which samples are split into microbatches."""
+        lengths, own = samples.lengths, self._tell(samples.lengths)
+        if self.is_auto:
+            self._refuse_unknown_limit(samples)
+        check_lengths(lengths, self.max_microbatch_tokens)
+        assert self.pipeline is not None
+        steps = choose_steps(self.told or (own,), self.pipeline)
+        sync, reason = self.choice
+        plan = Plan(
+            deal_into_steps(lengths, steps),
+            tuple(lengths),
+            tuple(range(len(lengths))),
+            sync,
+            reason,
+            steps=tuple(each.num_microbatches for each in steps),
+        )
+        return plan if self.cost is None else priced(plan, self.cost)
+
+    def fitted(self, plan: Plan, samples: Samples) -> Plan:
+        """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
+        fitted = super().fitted(plan, samples)
+        assert self.pipeline is not None
+        if any(self.pipeline.filled(number) != number for number in plan.steps):
+            raise PlanError(f"plan has schedule steps of {plan.steps} microbatches, which the schedule cannot run")
+        return replace(fitted, steps=plan.steps)
+
+    def _tell(self, lengths: Sequence[int]) -> RankLengths:
+        """Return what this rank tells the others."""
+        distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
+        rows, tokens, learned = self.micro_batch_size, self.max_microbatch_tokens, self.learned
+        if learned is not None:
+            rows = None if rows is None else min(rows, learned.samples)
+            tokens = None if tokens is None else max(1, min(tokens, learned.tokens))
+        return RankLengths(distinct.tolist(), counts.tolist(), rows, tokens, self.cost)
+
+
+def choose_steps(told: Sequence[RankLengths], pipeline: Pipeline) -> list[ScheduleStep]:
+    """Return the cheapest schedule steps for the samples of all data ranks, the longest first."""
+    lengths = np.unique(np.concatenate([np.asarray(each.lengths, dtype=np.int64) for each in told]))[::-1]
+    if not len(lengths):
+        return []
+    if len(lengths) > MOST_LENGTHS:
+        lengths = lengths[np.linspace(0, len(lengths) - 1, MOST_LENGTHS).astype(np.int64)]
+    before = np.zeros((len(told), len(lengths) + 1), dtype=np.int64)  # samples of each rank that are longer
+    for rank, each in enumerate(told):
+        place = len(lengths) - 1 - np.searchsorted(lengths[::-1], each.lengths)
+        np.add.at(before[rank], place + 1, each.counts)
+    before = before.cumsum(axis=1)
+    cost = told[0].cost or CostModel()
+    bubble = bubble_of(pipeline)
+    rows_of = [max(1, min(_rows(each, length) for each in told)) for length in map(int, lengths)]
+    most = -(-int(before[:, -1].max()) // min(rows_of))
+    filled = np.array([pipeline.filled(number) for number in range(most + 1)])
+    numbers, prices = list[np.ndarray](), list[np.ndarray]()
+    for start, length in enumerate(map(int, lengths)):
+        samples = (before[:, start + 1 :] - before[:, start : start + 1]).max(axis=0)  # [ends], of the rank with most
+        number = filled[-(-samples // rows_of[start])]
+        rows = -(-samples // number)
+        numbers.append(number)
+        prices.append((number + bubble) * cost.seconds(rows, max(1, length)))
+    steps, start = list[ScheduleStep](), 0
+    for end in group_neighbors(prices):
+        above = int(lengths[end]) if end < len(lengths) else -1
+        steps.append(ScheduleStep(above, int(numbers[start][end - start - 1])))
+        start = end
+    return steps
+
+
+def deal_into_steps(lengths: Sequence[int], steps: Sequence[ScheduleStep]) -> tuple[tuple[int, ...], ...]:
+    """Return this rank's microbatches, the longest samples first. Those of a step have almost equal numbers of samples.
+
+    A step with fewer long samples than microbatches gets shorter ones, too, so that only the last microbatches of the
+    last steps may be missing.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    falling = -np.asarray(lengths, dtype=np.int64)[order]
+    microbatches: list[tuple[int, ...]] = []
+    start = 0
+    for above, number in steps:
+        end = int(np.searchsorted(falling, -above))
+        end = max(end, min(start + number, len(order)))
+        size, longer = divmod(end - start, number)
+        for index in range(min(number, end - start)):
+            rows = size + (index < longer)
+            microbatches.append(tuple(order[start : start + rows]))
+            start += rows
+    return tuple(microbatches)
+
+
+def group_microbatches(shapes: Sequence[tuple[int, int]], pipeline: Pipeline) -> list[list[int]]:
+    """Return the cheapest schedule steps for microbatches of so many rows and columns, as their indices.
+
+    Where the schedule needs more microbatches, the last of a step is repeated.
+    """
+    order = sorted(range(len(shapes)), key=lambda index: -shapes[index][1])
+    rows = np.array([shapes[index][0] for index in order])
+    filled, bubble = np.array([pipeline.filled(number) for number in range(len(order) + 1)]), bubble_of(pipeline)
+    prices = [
+        (filled[1 : len(order) - start + 1] + bubble)
+        * CostModel().seconds(cast(Any, np.maximum.accumulate(rows[start:])), max(1, shapes[first][1]))
+        for start, first in enumerate(order)
+    ]
+    groups, start = list[list[int]](), 0
+    for end in group_neighbors(prices):
+        group = order[start:end]
+        groups.append(group + group[-1:] * (pipeline.filled(len(group)) - len(group)))
+        start = end
+    return groups
+
+
+def bubble_of(pipeline: Pipeline) -> float:
+    """Return the microbatches that would fit into the time in which a rank waits for others in a schedule step."""
+    return (pipeline.group.size() - 1) / len(pipeline.stages)
+
+
+def _rows(told: RankLengths, length: int) -> int:
+    """Return the samples of a microbatch that a rank's limit allows at a length."""
+    if told.micro_batch_size is not None:
+        return told.micro_batch_size
+    return cast(int, told.max_microbatch_tokens) // max(1, length)
