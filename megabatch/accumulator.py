@@ -298,6 +298,8 @@ class GradientAccumulator:
     def plan(self, batch: Batch) -> Plan:
         """Return the plan by which this rank would split its samples. Run no model and contact no other rank.
 
+        A call of a pipeline on several data ranks is split by the lengths of all ranks, which this plan does not know.
+
         Args:
             batch: This rank's samples, as for `forward_backward`.
 
@@ -336,8 +338,8 @@ class GradientAccumulator:
         ``weigh`` and ``length`` run in the thread. Two batches are kept, the last ones.
 
         It does nothing for a collate function of your own and a loss with ``prepare=`` of its own, which may draw
-        random numbers, for a `Deferred` batch, for samples that are not dicts of tensors on the CPU, and for an "auto"
-        limit that is not measured yet.
+        random numbers, for a `Deferred` batch, for samples that are not dicts of tensors on the CPU, for an "auto"
+        limit that is not measured yet, and for a pipeline on several data ranks, which agree on its schedule steps.
 
         Args:
             batch: This rank's samples, as for `forward_backward`.

@@ -113,7 +113,7 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
     made, calls = _recorded_by_all(make, loss_fn, model, device, None, (len(microbatches),))
     if not microbatches:
         return []
-    groups = group_microbatches(_shapes_of_all(calls, model.ranks), model)
+    groups = group_microbatches(_shapes_of_all(calls, model.ranks), model.filled, model.bubble)
     order = [index for group in groups for index in group]
     last = _LastStage(model, [made[index] for index in order], [calls[index] for index in order], loss_fn, None)
     try:

@@ -1,6 +1,6 @@
 """Splits a pipelined call into schedule steps: few enough to keep the stages busy, short enough to pad little."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +12,7 @@ from megabatch.errors import PlanError
 from megabatch.losses.contract import LossHooks
 from megabatch.pipeline.stages import Pipeline
 from megabatch.planning.partition import group_neighbors
-from megabatch.planning.plan import CostModel, Plan, check_lengths, priced
+from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
 
 MOST_LENGTHS = 128  # at which a step may end; with more distinct lengths, some of them
 
@@ -65,7 +65,7 @@ class SchedulePlanner(MicrobatchPlanner):
             self._refuse_unknown_limit(samples)
         check_lengths(lengths, self.max_microbatch_tokens)
         assert self.pipeline is not None
-        steps = choose_steps(self.told or (own,), self.pipeline)
+        steps = choose_steps(self.told or (own,), self.pipeline.filled, self.pipeline.bubble)
         sync, reason = self.choice
         plan = Plan(
             deal_into_steps(lengths, steps),
@@ -95,8 +95,14 @@ class SchedulePlanner(MicrobatchPlanner):
         return RankLengths(distinct.tolist(), counts.tolist(), rows, tokens, self.cost)
 
 
-def choose_steps(told: Sequence[RankLengths], pipeline: Pipeline) -> list[ScheduleStep]:
-    """Return the cheapest schedule steps for the samples of all data ranks, the longest first."""
+def choose_steps(told: Sequence[RankLengths], filled: Callable[[int], int], bubble: float) -> list[ScheduleStep]:
+    """Return the cheapest schedule steps for the samples of all data ranks, the longest first.
+
+    Args:
+        told: The samples of each data rank, and their limits. The smallest limit counts.
+        filled: `Pipeline.filled`.
+        bubble: `Pipeline.bubble`.
+    """
     lengths = np.unique(np.concatenate([np.asarray(each.lengths, dtype=np.int64) for each in told]))[::-1]
     if not len(lengths):
         return []
@@ -107,15 +113,15 @@ def choose_steps(told: Sequence[RankLengths], pipeline: Pipeline) -> list[Schedu
         place = len(lengths) - 1 - np.searchsorted(lengths[::-1], each.lengths)
         np.add.at(before[rank], place + 1, each.counts)
     before = before.cumsum(axis=1)
-    cost = told[0].cost or CostModel()
-    bubble = bubble_of(pipeline)
+    # As for microbatches that run one by one: without a measured cost, a launch costs a share of the cap.
+    cost = told[0].cost or CostModel(seconds_per_microbatch=(told[0].max_microbatch_tokens or 0) / LAUNCH_SHARE)
     rows_of = [max(1, min(_rows(each, length) for each in told)) for length in map(int, lengths)]
     most = -(-int(before[:, -1].max()) // min(rows_of))
-    filled = np.array([pipeline.filled(number) for number in range(most + 1)])
+    whole = np.array([filled(number) for number in range(most + 1)])
     numbers, prices = list[np.ndarray](), list[np.ndarray]()
     for start, length in enumerate(map(int, lengths)):
         samples = (before[:, start + 1 :] - before[:, start : start + 1]).max(axis=0)  # [ends], of the rank with most
-        number = filled[-(-samples // rows_of[start])]
+        number = whole[-(-samples // rows_of[start])]
         rows = -(-samples // number)
         numbers.append(number)
         prices.append((number + bubble) * cost.seconds(rows, max(1, length)))
@@ -148,30 +154,28 @@ def deal_into_steps(lengths: Sequence[int], steps: Sequence[ScheduleStep]) -> tu
     return tuple(microbatches)
 
 
-def group_microbatches(shapes: Sequence[tuple[int, int]], pipeline: Pipeline) -> list[list[int]]:
+def group_microbatches(
+    shapes: Sequence[tuple[int, int]], filled: Callable[[int], int], bubble: float
+) -> list[list[int]]:
     """Return the cheapest schedule steps for microbatches of so many rows and columns, as their indices.
 
-    Where the schedule needs more microbatches, the last of a step is repeated.
+    Where the schedule needs more microbatches, the last of a step is repeated. The arguments are as in `choose_steps`.
     """
     order = sorted(range(len(shapes)), key=lambda index: -shapes[index][1])
     rows = np.array([shapes[index][0] for index in order])
-    filled, bubble = np.array([pipeline.filled(number) for number in range(len(order) + 1)]), bubble_of(pipeline)
+    numbers = np.array([filled(number) for number in range(1, len(order) + 1)])
+    cost = CostModel(seconds_per_microbatch=max(each * columns for each, columns in shapes) / LAUNCH_SHARE)
     prices = [
-        (filled[1 : len(order) - start + 1] + bubble)
-        * CostModel().seconds(cast(Any, np.maximum.accumulate(rows[start:])), max(1, shapes[first][1]))
+        (numbers[: len(order) - start] + bubble)
+        * cost.seconds(cast(Any, np.maximum.accumulate(rows[start:])), max(1, shapes[first][1]))
         for start, first in enumerate(order)
     ]
     groups, start = list[list[int]](), 0
     for end in group_neighbors(prices):
         group = order[start:end]
-        groups.append(group + group[-1:] * (pipeline.filled(len(group)) - len(group)))
+        groups.append(group + group[-1:] * (filled(len(group)) - len(group)))
         start = end
     return groups
-
-
-def bubble_of(pipeline: Pipeline) -> float:
-    """Return the microbatches that would fit into the time in which a rank waits for others in a schedule step."""
-    return (pipeline.group.size() - 1) / len(pipeline.stages)
 
 
 def _rows(told: RankLengths, length: int) -> int:

@@ -167,6 +167,11 @@ class Pipeline(SelfWrapped):
         """True if the loss is computed on this rank."""
         return self.group.rank() == self.last_rank
 
+    @property
+    def bubble(self) -> float:
+        """Number of microbatches that would fit into the time in which a rank waits in a schedule step."""
+        return (self.group.size() - 1) / len(self.stages)
+
     def filled(self, num_microbatches: int) -> int:
         """Return the number of microbatches that the schedule needs to run these. The others are dummy microbatches."""
         return num_microbatches and self.kind.filled(num_microbatches, self.group.size(), self.num_stages)

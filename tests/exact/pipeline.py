@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
-from megabatch.pipeline.run import Pipeline
+from megabatch.batching.samples import pad_right
+from megabatch.pipeline.run import Pipeline, evaluate
 from tests.comm.counting import Collectives
 from tests.exact import harness, models, wrappers
 from tests.exact.cells import Cell
@@ -134,6 +135,7 @@ class PipelineRun(harness.CellRun):
             each.load_state_dict(weights)
 
 
+BITS = "bits:plain:{}:auto:calls:list:weigh:two-samples:forward_backward:loose"
 SOME = "float64:plain:{}:auto:calls:list:late:one-sample:forward_backward:tight"  # of so many data ranks
 
 
@@ -185,63 +187,78 @@ def squared(model: Any, microbatch: Any) -> Any:
     return (((model(microbatch["input_ids"]) - labels) * (labels != -100)) ** 2).sum(), len(labels)
 
 
-def ragged_call(call: int, data_rank: int, data_degree: int) -> list[list[dict[str, Tensor]]]:
-    """The samples of each data rank: 32 in all, fewer of them on later ranks, and the longest on the first alone."""
+def ragged_call(call: int, data_degree: int) -> list[list[dict[str, Tensor]]]:
+    """The samples of each data rank: 32 in all, the longest of them on the first rank, and none after the second."""
     numbers = torch.Generator().manual_seed(call)
-    lengths = LENGTHS[call:] + LENGTHS[: 12 + call]
     samples = [
         {name: torch.randint(1, 5, (length,), generator=numbers) for name in ("input_ids", "labels")}
-        for length in sorted(lengths, reverse=True)
+        for length in sorted(LENGTHS[call:] + LENGTHS[: 12 + call], reverse=True)
     ]
-    starts = [0, 20, 32] if data_degree == 2 else [0, 32]
+    starts = [0, *[20, 32, 32][: data_degree - 1], 32]
     return [samples[start:end] for start, end in pairwise(starts)]
 
 
-def ragged(kind: str, schedule: str, wrapper: str) -> dict[str, Any]:
-    """Two calls of samples of unequal lengths in one update: its gradient, its schedule steps, tokens and reductions."""
-    degree = dist.get_world_size() // 2
-    cell = SOME if kind == "language" else "bits:plain:{}:auto:calls:list:weigh:two-samples:forward_backward:loose"
-    this = PipelineRun(Cell.parse(cell.format(degree)), schedule, wrapper)
-    loss_fn = losses.next_token if kind == "language" else squared
-    gradient = GradientAccumulator(this.model, max_microbatch_tokens=CAP_TOKENS)
-    tokens, shapes = 0, list[tuple[int, ...]]()
+def noting_shapes(this: PipelineRun) -> list[tuple[int, int]]:
+    """Return a list to which the first stage appends the rows and columns of each of its forwards."""
+    shapes = list[tuple[int, int]]()
 
     def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         shapes.append(tuple(inputs[0].shape))
 
     if this.model.indices[0] == 0:
-        original = getattr(this.model.stages[0], "module", this.model.stages[0])
-        original.register_forward_pre_hook(note)
-    calls = [ragged_call(call, this.rank, degree) for call in range(2)]
-    steps = list[tuple[int, ...]]()
-    this.reference.zero_grad()
-    weight = 0
-    for shares in calls:
-        for sample in (sample for share in shares for sample in share):
-            total, each = loss_fn(this.reference, {name: value[None] for name, value in sample.items()})
-            total.backward()
-            weight += int(each)
-    expected = {name: each.grad / weight for name, each in this.reference.named_parameters() if each.grad is not None}
+        getattr(this.model.stages[0], "module", this.model.stages[0]).register_forward_pre_hook(note)
+    return shapes
+
+
+def ragged(kind: str, schedule: str, wrapper: str) -> dict[str, Any]:
+    """Two calls with samples of unequal lengths: their gradient, schedule steps, tokens and reductions."""
+    degree = dist.get_world_size() // 2
+    this = PipelineRun(Cell.parse((SOME if kind == "language" else BITS).format(degree)), schedule, wrapper)
+    loss_fn = losses.next_token if kind == "language" else squared
+    gradient = GradientAccumulator(this.model, max_microbatch_tokens=CAP_TOKENS)
+    shapes, calls = noting_shapes(this), [ragged_call(call, degree) for call in range(2)]
+    steps, weight = list[tuple[int, ...]](), 0
+    for sample in (sample for shares in calls for share in shares for sample in share):
+        total, number = loss_fn(this.reference, {name: value[None] for name, value in sample.items()})
+        total.backward()
+        weight += int(number)
     with Collectives() as collectives:
         for shares in calls:
             gradient.forward_backward(shares[this.rank], loss_fn)
-            plan = gradient.last_plan
-            steps.append(plan.steps)
-            tokens += plan.padded_tokens
+            steps.append(gradient.last_plan.steps)
         gradient.finalize()
     found = this.gradients()
     return {
-        "gradient": max(float((found[name] - each).norm() / each.norm()) for name, each in expected.items() if each.any()),
+        "gradient": max(
+            float((found[name] - each.grad / weight).norm() / (each.grad / weight).norm().clamp(min=1e-9))
+            for name, each in this.reference.named_parameters()
+        ),
         "steps": steps,
-        "tokens": tokens,
         "computed": sum(rows * longest for rows, longest in shapes),
         "most": max((rows * longest for rows, longest in shapes), default=0),
-        "num_shapes": len(set(shapes)),
         "reductions": {name: collectives.table().get(name, 0) for name in ("reduce_scatter", "all_reduce")},
     }
 
 
-JOBS: dict[str, Callable[..., Any]] = {"fault": exact_after_a_fault, "counts": counts, "ragged": ragged}
+def evaluated(schedule: str, wrapper: str) -> dict[str, Any]:
+    """Microbatches of unequal lengths, forward only: the error of their terms, and the computed tokens."""
+    degree = dist.get_world_size() // 2
+    this = PipelineRun(Cell.parse(SOME.format(degree)), schedule, wrapper)
+    samples = ragged_call(0, degree)[this.rank][:12]
+    microbatches = [pad_right(samples[2 * index : 2 * index + 2]) for index in (3, 0, 5, 1, 4, 2)]
+    shapes, wrong = noting_shapes(this), 0.0
+    found = evaluate(this.model, microbatches, losses.next_token)
+    for terms, microbatch in zip(found, microbatches, strict=True):
+        total, weight = terms["loss"]
+        expected, counted = losses.next_token(this.reference, microbatch)
+        wrong = max(wrong, abs(float(total / expected - 1)), abs(int(weight) - int(counted)))
+    computed = sum(rows * longest for rows, longest in shapes)
+    return {"error": wrong, "computed": computed, "in_one_shape": 12 * len(samples[0]["labels"])}
+
+
+JOBS: dict[str, Callable[..., Any]] = {
+    "fault": exact_after_a_fault, "counts": counts, "ragged": ragged, "evaluated": evaluated,
+}  # fmt: skip
 
 
 def run_job(name: str) -> Any:

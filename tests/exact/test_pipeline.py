@@ -8,7 +8,7 @@ import pytest
 from tests.exact.cells import Cell
 from tests.exact.launch import Result, Run, launch_all, of_ranks, values
 from tests.exact.mutations import MUTATIONS, Mutation
-from tests.exact.pipeline import NUM_STAGES, SPLITS
+from tests.exact.pipeline import BITS, CAP_TOKENS, LENGTHS, NUM_STAGES, SPLITS
 from tests.exact.test_mutations import plant
 from tests.tiers import some
 from tests.unit.failures import pipeline as failures
@@ -31,9 +31,6 @@ CELLS = {  # what is run with each schedule; of so many data ranks
     ),
     4: ("float64:plain:4:auto:calls-empty-ranks:list:late:one-sample:forward_backward:tight",),
 }
-BITS = "bits:plain:{}:auto:calls:list:weigh:two-samples:forward_backward:loose"
-
-
 WRAPPERS = ("plain", "ddp", "fsdp2", "replicate")
 
 
@@ -49,8 +46,20 @@ def _jobs_of_four() -> list[str]:
     ]
 
 
+RAGGED = {  # samples of unequal lengths, in a few schedule steps
+    2: ["ragged/language/DualPipeV/plain", "ragged/bits/GPipe/plain"],
+    4: [
+        *(f"ragged/language/{schedule}/{wrapper}"
+          for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+          for wrapper in WRAPPERS if wrapper != "ddp" or schedule not in SPLITS),
+        *(f"ragged/bits/1F1B/{wrapper}" for wrapper in WRAPPERS),
+    ],
+    8: ["ragged/language/1F1B/hsdp"],
+}  # fmt: skip
+EVALUATED = ("evaluated/GPipe/plain", "evaluated/1F1B/fsdp2", "evaluated/Interleaved1F1B/ddp")
 JOBS = {  # by the number of ranks
     2: [
+        *RAGGED[2],
         *(f"{schedule}/plain/{cell}" for schedule in NUM_STAGES for cell in CELLS[1]),
         *(f"{schedule}/plain/{BITS.format(1)}" for schedule in ("GPipe", "1F1B")),
         *(f"told/{name}" for name in failures.JOBS),
@@ -58,12 +67,15 @@ JOBS = {  # by the number of ranks
     ],
     4: [
         *_jobs_of_four(),
+        *RAGGED[4],
+        *EVALUATED,
         *(f"1F1B/{wrapper}/{BITS.format(2)}" for wrapper in ("ddp", "fsdp2", "replicate")),
         *(f"counts/{wrapper}/{shape}" for wrapper in WRAPPERS
           for shape in ("2/1", "4/1", "4/2")),
         "fault/fsdp2",
     ],
     8: [
+        *RAGGED[8],
         f"1F1B/fsdp2-tp/{CELLS[2][0]}",
         f"DualPipeV/hsdp/{CELLS[4][0]}",
     ],
@@ -72,6 +84,9 @@ EXACT = {world: [job for job in jobs if job.split("/")[0] in (*NUM_STAGES, "faul
 
 
 results = of_ranks("tests.exact.pipeline:run_job", JOBS)
+
+
+REDUCTIONS = (("fsdp2", "reduce_scatter", 2), ("replicate", "all_reduce", 2), ("ddp", "all_reduce", 1))
 
 
 def check(job: str, found: Iterable[dict[str, Any]]) -> None:
@@ -99,15 +114,38 @@ def test_told_to_both(results, name: str) -> None:
     check_ranks(results(f"told/{name}"), expected)
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "collective", "once"),
-    [("fsdp2", "reduce_scatter", 2), ("replicate", "all_reduce", 2), ("ddp", "all_reduce", 1)],
-)
+@pytest.mark.parametrize(("wrapper", "collective", "once"), REDUCTIONS)
 def test_a_call_reduces_once(results, wrapper: str, collective: str, once: int) -> None:
     """FSDP2 has two groups of parameters on each rank, DDP one bucket; however many microbatches there are."""
     for microbatches, calls in ((2, 1), (4, 1), (4, 2)):
         for value in results(f"counts/{wrapper}/{microbatches}/{calls}"):
             assert value == {"reduce_scatter": 0, "all_reduce": 0} | {collective: once * calls}
+
+
+@pytest.mark.parametrize("job", some([job for jobs in RAGGED.values() for job in jobs], 4))
+def test_unequal_lengths_run_in_a_few_steps(results, job: str) -> None:
+    """The same steps on all ranks, within the limit; in half of the tokens of one shape, and the exact gradient."""
+    found = results(job)
+    for value in found:
+        assert value["gradient"] <= (0 if "/bits/" in job else 1e-12)
+        assert value["steps"] == found[0]["steps"]
+        assert all(2 <= len(steps) <= 4 for steps in value["steps"])
+        assert value["most"] <= CAP_TOKENS
+    num_samples = 20 if len(found) > 2 else 32  # of the first data rank, in two calls, one a microbatch
+    assert max(value["computed"] for value in found) <= 0.5 * 2 * num_samples * max(LENGTHS)
+
+
+@pytest.mark.parametrize(("wrapper", "collective", "once"), REDUCTIONS)
+def test_only_the_last_step_of_a_call_reduces(results, wrapper: str, collective: str, once: int) -> None:
+    for value in results(f"ragged/language/1F1B/{wrapper}"):
+        assert value["reductions"] == {"reduce_scatter": 0, "all_reduce": 0} | {collective: 2 * once}
+
+
+@pytest.mark.parametrize("job", EVALUATED)
+def test_an_evaluation_groups_microbatches_by_length(results, job: str) -> None:
+    found = results(job)
+    assert all(value["error"] <= 1e-12 for value in found)
+    assert max(value["computed"] for value in found) <= 0.7 * found[0]["in_one_shape"]
 
 
 def test_plain_stages_are_summed_once_per_update(results) -> None:

@@ -31,9 +31,11 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_a_cut_has_samples_real_tokens_and_padding() -> None:
     cut = Plan(((0, 2), (1,), ()), (5, 9, 3))
     assert cut_of(cut) == [[2, 1, 0], [8, 9, 0], [2, 0, 0]]
-    filled = Plan(((0, 2), (1,), ()), (5, 9, 3), one_shape=True)
+    filled = Plan(((0, 2), (1,), ()), (5, 9, 3), steps=(3,))
     assert cut_of(filled) == [[2, 1, 0], [8, 9, 0], [10, 9, 0]]
-    for each in (cut, filled):
+    in_two_steps = Plan(((1,), (0, 2), (3,), ()), (5, 9, 3, 2), steps=(1, 3))
+    assert cut_of(in_two_steps) == [[1, 2, 1, 0], [9, 8, 2, 0], [0, 2, 8, 0]]
+    for each in (cut, filled, in_two_steps):
         _, real, padding = cut_of(each)
         assert (sum(real), sum(real) + sum(padding)) == (each.num_tokens, each.padded_tokens)
 

@@ -14,10 +14,11 @@ bounds = st.one_of(
 degrees = st.integers(1, 5)
 
 EXPLAINED = {
-    Plan(((0, 1), (2,), ()), (3, 5, 2), one_shape=True): [
+    Plan(((0, 1), (2,), ()), (3, 5, 2), steps=(2, 1)): [
         "3 samples in 3 microbatches of 1 to 2, 1 of them dummy microbatches of no weight",
         "10 real tokens, 20 computed: 50.0% padding",
         "sync last",
+        "schedule steps of 2, 1 microbatches",
     ],
     plan([2, 2], micro_batch_size=2, cost=CostModel(1.0, 0.5, 0.0, 2**30, 2**28))[0]: [
         "2 samples in 1 microbatch of 2",
