@@ -81,8 +81,11 @@ class SchedulePlanner(MicrobatchPlanner):
         """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
         fitted = super().fitted(plan, samples)
         assert self.pipeline is not None
-        if any(self.pipeline.filled(number) != number for number in plan.steps):
-            raise PlanError(f"plan has schedule steps of {plan.steps} microbatches, which the schedule cannot run")
+        if any(number < 1 or self.pipeline.filled(number) != number for number in plan.steps):
+            raise PlanError(
+                f"plan has schedule steps of {plan.steps} microbatches, which this schedule cannot run; give a plan of "
+                "this accumulator"
+            )
         return replace(fitted, steps=plan.steps)
 
     def _tell(self, lengths: Sequence[int]) -> RankLengths:

@@ -124,21 +124,22 @@ def test_a_call_reduces_once(results, wrapper: str, collective: str, once: int) 
 
 @pytest.mark.parametrize("job", some([job for jobs in RAGGED.values() for job in jobs], 4))
 def test_unequal_lengths_run_in_a_few_steps(results, job: str) -> None:
-    """The same steps on all ranks, within the limit; in half of the tokens of one shape, and the exact gradient."""
-    found = results(job)
+    check_ragged(job, results(job))
+
+
+def check_ragged(job: str, found: list[dict[str, Any]]) -> None:
+    """The exact gradient, the same steps on all ranks, half of the tokens of one shape, and a reduction a call."""
+    _, kind, schedule, wrapper = job.split("/")
     for value in found:
-        assert value["gradient"] <= (0 if "/bits/" in job else 1e-12)
+        assert value["gradient"] <= (0 if kind == "bits" else 1e-12)
         assert value["steps"] == found[0]["steps"]
         assert all(2 <= len(steps) <= 4 for steps in value["steps"])
         assert value["most"] <= CAP_TOKENS
+        for name, collective, once in REDUCTIONS if schedule == "1F1B" else ():
+            if wrapper == name:
+                assert value["reductions"] == {"reduce_scatter": 0, "all_reduce": 0} | {collective: 2 * once}
     num_samples = 20 if len(found) > 2 else 32  # of the first data rank, in two calls, one a microbatch
     assert max(value["computed"] for value in found) <= 0.5 * 2 * num_samples * max(LENGTHS)
-
-
-@pytest.mark.parametrize(("wrapper", "collective", "once"), REDUCTIONS)
-def test_only_the_last_step_of_a_call_reduces(results, wrapper: str, collective: str, once: int) -> None:
-    for value in results(f"ragged/language/1F1B/{wrapper}"):
-        assert value["reductions"] == {"reduce_scatter": 0, "all_reduce": 0} | {collective: 2 * once}
 
 
 @pytest.mark.parametrize("job", EVALUATED)
@@ -156,36 +157,46 @@ def test_plain_stages_are_summed_once_per_update(results) -> None:
 OWN = (
     Mutation("let torch divide by the microbatches", "pipeline/stages.py", "scale_grads=False", "scale_grads=True"),
     Mutation("let torch drop the gradients of earlier calls", "pipeline/stages.py",
-             "def _post_metadata_inference_cleanup", "def _not_the_cleanup"),
+             '"""Do nothing: all shapes are known. torch would drop the gradients of earlier calls here."""',
+             "[setattr(each, 'grad', None) for each in self.submod.parameters()]"),
     Mutation("reshard before the gradients of weights", "pipeline/stages.py", "_keep_unsharded(stage.submod)", "pass"),
     Mutation("leave what was filled up", "batching/pad_to_shape.py",
              "[leaf[tuple(map(slice, each.shape))] for", "[leaf for"),
     Mutation("forget the norm of other stages", "pipeline/stages.py",
              "self.norm_groups = list(self.stage_ranks.pipeline_groups)", "self.norm_groups = []"),
 )  # fmt: skip
+OF_STEPS = (
+    Mutation("reduce in every schedule step", "pipeline/stages.py", "and self.reduces:", "and True:"),
+    Mutation("let DDP reduce in every schedule step", "pipeline/stages.py",
+             "last_backward and self.reduces", "last_backward"),
+    Mutation("give a schedule step the microbatches of the first", "pipeline/run.py",
+             "index = self._start + place", "index = place"),
+)  # fmt: skip
 PLANTED = (
     *OWN,
+    *OF_STEPS,
     *(each for each in MUTATIONS if each.name in ("differentiate a dummy microbatch", "count a dummy microbatch")),
 )
 SEEN_BY = (f"1F1B/fsdp2/{CELLS[2][0]}", f"InterleavedZeroBubble/fsdp2/{CELLS[2][1]}")
+STEPS_SEEN_BY = ("ragged/language/1F1B/fsdp2", "ragged/language/1F1B/ddp")
 
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory) -> dict[str, list[str]]:
     """The jobs that fail, by mutation; "" is the library as it is."""
     folder = tmp_path_factory.mktemp("planted")
-    runs = {"": Run(4, list(SEEN_BY), folder / "none")}
+    runs = {"": Run(4, [*SEEN_BY, *STEPS_SEEN_BY], folder / "none")}
     for number, mutation in enumerate(PLANTED):
-        planted = folder / str(number)
+        planted, jobs = folder / str(number), STEPS_SEEN_BY if mutation in OF_STEPS else SEEN_BY
         plant(mutation, planted)
-        runs[mutation.name] = Run(4, list(SEEN_BY), planted / "run", [str(planted)], len(SEEN_BY), 10.0)
+        runs[mutation.name] = Run(4, list(jobs), planted / "run", [str(planted)], len(jobs), 10.0)
     found = launch_all("tests.exact.pipeline:run_job", list(runs.values()), folder)
-    return {name: [job for job in SEEN_BY if _fails(job, ranks[job])] for name, ranks in zip(runs, found, strict=True)}
+    return {name: [job for job in ranks if _fails(job, ranks[job])] for name, ranks in zip(runs, found, strict=True)}
 
 
 def _fails(job: str, ranks: list[Result]) -> bool:
     try:
-        check(job, values(ranks))
+        (check_ragged if job.startswith("ragged") else check)(job, list(values(ranks)))
     except AssertionError:
         return True
     return False

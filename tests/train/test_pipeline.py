@@ -145,9 +145,12 @@ def tokens_embedded(model: nn.Module) -> list[int]:
 
 
 def tokens_with_stand_ins(plan: Plan) -> int:
-    """All microbatches have one shape in a pipeline."""
-    num_real = sum(map(bool, plan.microbatches))
-    return plan.padded_tokens // num_real * plan.num_microbatches
+    """All microbatches of a schedule step have one shape, and a dummy microbatch repeats the last real one."""
+    tokens, start, (*_, last) = 0, 0, filter(None, plan.microbatches)
+    for number in plan.steps:
+        tokens += number * (max(plan.microbatch_tokens[start : start + number]) or plan.tokens_of(last))
+        start += number
+    return tokens
 
 
 def groups_job(_: str) -> str:

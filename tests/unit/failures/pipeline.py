@@ -1,6 +1,7 @@
 """Pipelines that cannot be run exactly, on one rank and on two."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ CONTEXT = "'cp' … 'pp'"
 DETACHED = "stage 0 returned"
 AS_MANY = "given 1 and … 2 microbatches"
 JOINT = "JointLoss"
+STEPS = "(1, 3) microbatches"
+OTHER_STEPS = "other schedule steps"
 OPEN_LOOP = "a call together"
 
 
@@ -107,6 +110,11 @@ class _Says(nn.Linear):
         return "something"
 
 
+def _with_steps(model: Pipeline, *steps: int) -> None:
+    gradient = GradientAccumulator(model, micro_batch_size=1)
+    gradient.forward_backward(SAMPLES, squares, plan=replace(gradient.plan(SAMPLES), steps=steps))
+
+
 def _own_loop() -> None:
     GradientAccumulator(pipeline(), micro_batch_size=1).microbatch(0, of=1, sum_over=1).__enter__()
 
@@ -144,6 +152,9 @@ FAILURES = {
     "an input with a gradient": Failure(GRADIENT, lambda: update(_of_a_gradient)),
     "other arguments": Failure(OTHER_INPUTS, lambda: update(_of_other_names)),
     "other dims": Failure(OTHER_DIMS, lambda: update(_wider)),
+    "steps that a schedule cannot run": Failure(
+        STEPS, lambda: _with_steps(pipeline(linear(), linear(), schedule="DualPipeV"), 1, 3)
+    ),
     "a size for a shape": Failure(NO_META, lambda: update(model=pipeline(output=lambda x: x.shape))),
     "another output": Failure(OUTPUT, lambda: update(model=pipeline(output=said(2, 2)))),
     "an output that is no tensor": Failure(NO_TENSOR, lambda: update(model=pipeline(_Says(1, 1).double()))),
@@ -173,6 +184,10 @@ def other_microbatches() -> str:
 
 def other_numbers_of_stages() -> str:
     return told(lambda: update(model=over_two(num_stages=1 + dist.get_rank(), schedule="LoopedBFS")))
+
+
+def other_schedule_steps() -> str:
+    return told(lambda: _with_steps(over_two(), *[(4,), (2, 2)][dist.get_rank()]))
 
 
 def other_numbers_of_microbatches() -> str:
@@ -221,6 +236,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "another boundary": (wrong_boundary, [f"PlanError: {BOUNDARY}", f"PlanError: data rank 0 of 1: {BOUNDARY}"]),
     "microbatches that differ": (other_microbatches, [f"PlanError: {MICROBATCHES}"] * 2),
     "other numbers of stages": (other_numbers_of_stages, [f"PlanError: {STAGES}"] * 2),
+    "other schedule steps": (other_schedule_steps, [f"PlanError: {OTHER_STEPS}"] * 2),
     "other numbers of microbatches": (other_numbers_of_microbatches, [f"PlanError: {AS_MANY}"] * 2),
     "a loss that gives no pair in an evaluation": (
         lambda: told(lambda: evaluate(over_two(), SAMPLES, _no_pair_at_last)),
