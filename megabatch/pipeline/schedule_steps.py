@@ -116,9 +116,9 @@ def choose_steps(told: Sequence[RankLengths], filled: Callable[[int], int], bubb
         place = len(lengths) - 1 - np.searchsorted(lengths[::-1], each.lengths)
         np.add.at(before[rank], place + 1, each.counts)
     before = before.cumsum(axis=1)
-    # As for microbatches that run one by one: without a measured cost, a launch costs a share of the cap.
-    cost = told[0].cost or CostModel(seconds_per_microbatch=(told[0].max_microbatch_tokens or 0) / LAUNCH_SHARE)
     rows_of = [max(1, min(_rows(each, length) for each in told)) for length in map(int, lengths)]
+    # As for microbatches that run one by one: without a given cost, a launch costs a share of the largest microbatch.
+    cost = told[0].cost or CostModel(seconds_per_microbatch=rows_of[0] * int(lengths[0]) / LAUNCH_SHARE)
     most = -(-int(before[:, -1].max()) // min(rows_of))
     whole = np.array([filled(number) for number in range(most + 1)])
     numbers, prices = list[np.ndarray](), list[np.ndarray]()

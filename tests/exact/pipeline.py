@@ -22,6 +22,7 @@ from tests.comm.counting import Collectives
 from tests.exact import harness, models, wrappers
 from tests.exact.cells import Cell
 from tests.unit.failures import pipeline as failures
+from tests.unit.failures.table import told
 
 NUM_STAGES = {
     "GPipe": 2, "1F1B": 2, "Interleaved1F1B": 4, "LoopedBFS": 4, "InterleavedZeroBubble": 4, "ZBVZeroBubble": 4,
@@ -256,8 +257,18 @@ def evaluated(schedule: str, wrapper: str) -> dict[str, Any]:
     return {"error": wrong, "computed": computed, "in_one_shape": 12 * len(samples[0]["labels"])}
 
 
+def unreadable(wrapper: str) -> list[str]:
+    """A batch that cannot be measured on the second data rank: what this rank is told, and in a call after it."""
+    this = PipelineRun(Cell.parse(SOME.format(dist.get_world_size() // 2)), "1F1B", wrapper)
+    gradient = GradientAccumulator(this.model, max_microbatch_tokens=CAP_TOKENS)
+    share = ragged_call(0, 2)[this.rank]
+    wrong = [{name: value[:0] for name, value in share[0].items()}]
+    batches = [wrong if this.rank else share, share]
+    return [told(lambda batch=batch: gradient.forward_backward(batch, losses.next_token)) for batch in batches]
+
+
 JOBS: dict[str, Callable[..., Any]] = {
-    "fault": exact_after_a_fault, "counts": counts, "ragged": ragged, "evaluated": evaluated,
+    "fault": exact_after_a_fault, "counts": counts, "ragged": ragged, "evaluated": evaluated, "unreadable": unreadable,
 }  # fmt: skip
 
 

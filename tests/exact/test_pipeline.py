@@ -69,6 +69,7 @@ JOBS = {  # by the number of ranks
         *_jobs_of_four(),
         *RAGGED[4],
         *EVALUATED,
+        "unreadable/ddp",
         *(f"1F1B/{wrapper}/{BITS.format(2)}" for wrapper in ("ddp", "fsdp2", "replicate")),
         *(f"counts/{wrapper}/{shape}" for wrapper in WRAPPERS
           for shape in ("2/1", "4/1", "4/2")),
@@ -147,6 +148,13 @@ def test_an_evaluation_groups_microbatches_by_length(results, job: str) -> None:
     found = results(job)
     assert all(value["error"] <= 1e-12 for value in found)
     assert max(value["computed"] for value in found) <= 0.7 * found[0]["in_one_shape"]
+
+
+def test_a_batch_without_lengths_is_told_to_all(results) -> None:
+    """Ranks have exchanged their lengths by then, and none is left waiting."""
+    for first, second in results("unreadable/ddp"):
+        assert "sample 0 of the batch has length 0; leave it out" in first
+        assert second == "nothing"
 
 
 def test_plain_stages_are_summed_once_per_update(results) -> None:

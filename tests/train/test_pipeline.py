@@ -27,7 +27,7 @@ from tests.exact.launch import launch
 from tests.exact.oracle import answer, relative_error, worst_error
 from tests.train.conftest import NO_DROPOUT, Bench, timeless
 from tests.train.model_recipes import recipe
-from tests.train.test_tensor import GPT2, LENGTHS, SIZES, exact_norm, samples, sums, whole
+from tests.train.test_tensor import GPT2, SIZES, VOCABULARY, exact_norm, sums, whole
 from tests.unit.failures.table import line_of, names, told
 
 CPU, SILENT = torch.device("cpu"), Console(enabled=False, loss_digits=4)
@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODELS |= {f"tied-{family}": {**MODELS[family], "tie_word_embeddings": True} for family in ("gpt2", "llama", "qwen3")}
 MODELS["deep-llama"] = {**MODELS["llama"], "num_hidden_layers": 7}
+LENGTHS = ((29, 4, 28, 3, 2, 26, 3, 27, 4), (5, 12, 3, 8, 6))  # of the samples of two calls; the first in several steps
 MANY = 34  # samples of an evaluation, in twos: 8, 8 and 1 microbatches, or 8 and 1 on each of two data ranks
 FEW = 6  # fewer microbatches than schedules need
 
@@ -80,6 +81,12 @@ def of_all_stages(laid: ParallelModel, values: dict[str, Any]) -> dict[str, Any]
     return {name: each for own in model.stage_ranks.exchange_objects(values) for name, each in own.items()}
 
 
+def samples(call: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(call)
+    found = [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS[call]]
+    return [{"input_ids": ids, "labels": ids.where(torch.arange(len(ids)) > len(ids) // 3, -100)} for ids in found]
+
+
 def run_job(name: str) -> Any:
     """The job "kind ..."."""
     kind, _, rest = name.partition(" ")
@@ -106,11 +113,12 @@ def gradient_job(name: str) -> dict[str, Any]:
     weights = of_all_stages(laid, {name: whole(each.detach()).clone() for name, each in laid.base.named_parameters()})
     gradient = GradientAccumulator(laid.model, micro_batch_size=2)
     found = [evaluated(laid.run, ranks, MANY)]
-    planned, computed, embedded = 0, 0, tokens_embedded(laid.base)
+    planned, computed, embedded, steps = 0, 0, tokens_embedded(laid.base), list[int]()
     for call in range(len(LENGTHS)):
         before = sum(embedded)
         gradient.forward_backward(samples(call)[ranks.dp_rank :: ranks.dp_degree], losses.next_token)
         assert gradient.last_plan is not None
+        steps.append(len(gradient.last_plan.steps))
         planned += tokens_with_stand_ins(gradient.last_plan)
         computed += sum(embedded) - before
         found.append(evaluated(laid.run, ranks, FEW))
@@ -132,6 +140,7 @@ def gradient_job(name: str) -> dict[str, Any]:
         "training": all(module.training for module in laid.run.modules()),
         "computed": computed in (0, planned),  # 0: the embedding is on another stage
         "embedded": computed,
+        "steps": steps,
     }
 
 
@@ -252,6 +261,7 @@ def test_stages_compute_what_the_whole_model_does(results: dict[str, list[dict[s
         assert max(value["norm"], value["loss"], value["evaluation"]) < bound
         assert value["training"]
         assert value["computed"]
+        assert value["steps"][0] > 1
     assert any(value["embedded"] for value in map(value_of, results[f"gradient {name}"]))
 
 
