@@ -38,7 +38,7 @@ class ScheduleStep(NamedTuple):
 class SchedulePlanner(MicrobatchPlanner):
     """Splits samples into schedule steps by length, the longest first, and each step into microbatches.
 
-    A step of m microbatches over S stages costs (m + S - 1) times one microbatch of its shape.
+    One of the two limits is a number: a pipeline refuses "auto". A step of m microbatches over S stages costs (m + S - 1) times one microbatch of its shape.
     """
 
     pipeline: Pipeline | None = None
@@ -61,8 +61,6 @@ class SchedulePlanner(MicrobatchPlanner):
     def plan(self, samples: Samples) -> Plan:
         """Return the plan by which samples are split into microbatches."""
         lengths, own = samples.lengths, self._tell(samples.lengths)
-        if self.is_auto:
-            self._refuse_unknown_limit(samples)
         check_lengths(lengths, self.max_microbatch_tokens)
         assert self.pipeline is not None
         steps = choose_steps(self.told or (own,), self.pipeline.filled, self.pipeline.bubble)
