@@ -107,7 +107,8 @@ class GradientAccumulator:
             reduce-scatters with each microbatch and all-reduces once per call. "auto" chooses by the wrapper. After
             `open`, "once per call" is once per update. "gather_once" (for FSDP2 and HSDP) reduces as "auto" does, and
             gathers parameters once per call instead of twice per microbatch. It keeps them gathered until the call's
-            last backward.
+            last backward. "gather_once:12" does so with 12 groups of parameters, the modules that ``fully_shard`` got:
+            the root's and those after it. The others are gathered as under "auto".
         collate: Makes a microbatch of a list of samples. The default pads on the right. `OneRow` does not pad.
             `SharedPrefix` computes the tokens that samples begin with in common once.
         padding: Padding values of the default collate, ``{key: value}``. They override the choices of `Padding`.

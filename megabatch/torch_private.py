@@ -683,15 +683,14 @@ def _reduce_in_one_dtype(group: Any, *given: Any) -> None:
 
 
 @contextmanager
-def keeping_gathered(modules: Sequence[Any], *, frees: bool) -> Generator[None]:
-    """While it is open, FSDP2 frees no parameters after a forward, and after a backward only if it ``frees`` them.
+def keeping_gathered(modules: Sequence[Any], groups: Sequence[Any], *, frees: bool) -> Generator[None]:
+    """While it is open, FSDP2 frees no parameters of ``groups`` after a forward, nor after a backward unless ``frees``.
 
     ``post_forward_mesh_info`` says where parameters stay after a forward; None: gathered. The public setter could not
     set it back.
     """
     for module in modules:  # else the first forward does this, and sets that of the root
         module._get_fsdp_state()._lazy_init()
-    groups = param_groups(modules)
     own = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
     try:
         for group in groups:

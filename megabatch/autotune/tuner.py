@@ -324,7 +324,7 @@ def measure_policy(
     to fit.
 
     Args:
-        policy: "every", "last", "gather_once" or "replica_last".
+        policy: "every", "last", "gather_once", "gather_once:K" or "replica_last".
         model: In its wrapper.
         batch: This rank's samples; copies of the longest one are measured.
         loss_fn: As for `GradientAccumulator`.

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megabatch.planning.partition import balance as balance
     from megabatch.planning.partition import best_fit as best_fit
     from megabatch.planning.partition import deal_microbatches as deal_microbatches
+    from megabatch.planning.plan import num_gathered_once as num_gathered_once
     from megabatch.planning.sampler import Consumed as Consumed
 else:
     _HOME = {  # public name → its module
@@ -19,6 +20,7 @@ else:
         "balance": "partition",
         "best_fit": "partition",
         "deal_microbatches": "partition",
+        "num_gathered_once": "plan",
     }
     __all__ = list(_HOME)
     __getattr__, __dir__ = export_lazily(__name__, _HOME)

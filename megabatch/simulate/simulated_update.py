@@ -28,6 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
 from megabatch.losses.contract import JointLoss, LossFunction, differentiable, terms_of
+from megabatch.planning.plan import num_gathered_once
 from megabatch.simulate.allocator import Reserved, reserved
 from megabatch.simulate.devices import Device, device_named
 from megabatch.simulate.fake_cluster import (
@@ -213,7 +214,7 @@ def count_phases(num_run: int, num_microbatches: int) -> dict[str, int]:
 
 
 def _num_distinct(sync: str) -> int:
-    return NUM_GATHERED_ONCE if sync == "gather_once" else NUM_DISTINCT
+    return NUM_GATHERED_ONCE if num_gathered_once(sync) else NUM_DISTINCT
 
 
 class _Run:

@@ -32,7 +32,7 @@ from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
 DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
-Choice = tuple[str, str]  # a policy, "last", "every", "gather_once" or "replica_last", and why
+Choice = tuple[str, str]  # a policy, "last", "every", "gather_once", "gather_once:K" or "replica_last", and why
 END = -1  # in place of the number of a collective
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
 CHANGED = (
@@ -230,9 +230,9 @@ class Wrapper:
                 f"sync is 'replica_last', which is for HSDP, and the model has {self.kind_name}; leave sync out, or "
                 "shard with fully_shard over a mesh of two axes (dp_replicate, dp_shard)"
             )
-        if policy == "gather_once":
+        if policy.startswith("gather_once"):
             raise PlanError(
-                f"sync is 'gather_once', which is for FSDP2, and the model has {self.kind_name}; leave sync out, or "
+                f"sync is {policy!r}, which is for FSDP2, and the model has {self.kind_name}; leave sync out, or "
                 "shard with fully_shard"
             )
 

@@ -5,12 +5,14 @@ Told to sum, it divides nowhere, and any policy is right.
 
 import contextlib
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch.errors import PlanError
+from megabatch.planning.plan import num_gathered_once
 from megabatch.torch_private import (
     drop_fsdp_gradients,
     holds_fsdp_gradients,
@@ -27,8 +29,6 @@ from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper
 from megabatch.wrappers.checks import check_precision, check_wide
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
-
-GATHER_ONCE = "gather_once"
 
 
 class FSDP2Wrapper(Wrapper):
@@ -97,8 +97,9 @@ class FSDP2Wrapper(Wrapper):
         # The user trades memory for traffic.
         if policy == "last":
             return "last", "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
-        if policy == GATHER_ONCE:
-            return policy, "as asked: FSDP2 gathers parameters once per call, and keeps them until its last backward"
+        if kept := len(self._gathered_once(policy)):
+            what = "parameters" if kept == len(self._groups) else f"{kept} of {len(self._groups)} groups of parameters"
+            return policy, f"as asked: FSDP2 gathers {what} once per call, and keeps them until its last backward"
         if not self._has_replicas:
             self._refuse_sharded_policy(policy)
             return "every", "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept"
@@ -108,8 +109,8 @@ class FSDP2Wrapper(Wrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        gathers_once, ends_call = policy == GATHER_ONCE, last
-        keeping = keeping_gathered(self._modules, frees=ends_call) if gathers_once else contextlib.nullcontext()
+        kept, ends_call = self._gathered_once(policy), last
+        keeping = keeping_gathered(self._modules, kept, frees=ends_call) if kept else contextlib.nullcontext()
         # A held update has no last microbatch: finish_update reduces what all of them have left.
         last = last and not self.is_held
         # FSDP2 reads these in the backward hooks of the microbatch.
@@ -120,8 +121,12 @@ class FSDP2Wrapper(Wrapper):
             self.meet(END)
         finally:
             self._set(reduce=True, all_reduce=True, last=True)
-            if gathers_once and ends_call:  # a module that this microbatch has not used is gathered still
+            if kept and ends_call:  # a module that this microbatch has not used is gathered still
                 self.reshard()
+
+    def _gathered_once(self, policy: str) -> Sequence[Any]:
+        """Return the groups of parameters that stay gathered during a call: the root's and those after it."""
+        return self._groups[: num_gathered_once(policy)]
 
     @property
     def may_pause(self) -> bool:
@@ -129,7 +134,7 @@ class FSDP2Wrapper(Wrapper):
 
     def hold_reduction(self, policy: str) -> None:
         """Keep unsharded gradients, or the sums over a shard's ranks, until `finish_update`."""
-        self.is_held = policy in ("last", "replica_last") or (policy == GATHER_ONCE and self._has_replicas)
+        self.is_held = policy in ("last", "replica_last") or (num_gathered_once(policy) > 0 and self._has_replicas)
 
     def reshard(self) -> None:
         for module in self._modules:

@@ -30,7 +30,9 @@ CALLS = {  # how each wrapper is made
 }
 NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
 # A Llama of 8 billion parameters, its gradient in bfloat16: 32 blocks, 64 norms and one more, buckets of 25 MB.
-EXAMPLE = Sizes(C=1, N=8, P=16 * GIGABYTE, R=2 * GIGABYTE, T=291, B=640, G=33, S=8, K=65, Q=65 * 4096 * 2)
+EXAMPLE = Sizes(
+    C=1, N=8, P=16 * GIGABYTE, R=2 * GIGABYTE, T=291, B=640, G=33, S=8, K=65, Q=65 * 4096 * 2, M=17, W=9 * GIGABYTE
+)
 TENSOR_DEGREE = 8
 HEAD = (
     "| made by | sync | collectives | bytes | gradient held | 8B: bytes | 8B: held | take it for |\n"
@@ -49,7 +51,7 @@ def table() -> str:
 
 
 def _line(policy: Policy, call: str) -> str:
-    sync = f"**{policy.sync}**" if AUTO[policy.wrapper] == policy.sync else policy.sync
+    sync = f"**{policy.sync}**" if AUTO[policy.wrapper] == policy.sync else policy.shown
     numbers = ", ".join(f"{_text(number)} {NAMES[kind]}" for kind, (number, _) in policy.collectives.items())
     sizes = " + ".join(_text(size) for _, size in policy.collectives.values())
     of_example = _example(policy)

@@ -62,7 +62,8 @@ def _counted(update: Callable[[], None], calls: int = 1) -> dict[str, int]:
 
 def of_megabatch(name: str) -> dict[str, int]:
     """The job "wrapper:sync:microbatches:calls"."""
-    wrapper, sync, microbatches, calls = name.split(":")
+    wrapper, sync = name.split(":", 1)
+    sync, microbatches, calls = sync.rsplit(":", 2)
     _, gradient = accumulator(wrapper, sync)
 
     def update() -> None:
@@ -109,11 +110,13 @@ def of_model(name: str) -> dict[str, int]:
     parameters = {name: local(each) for name, each in parameters_of(wrapped(alone)).items()}
     root = [each for name, each in parameters.items() if not name.startswith("blocks.")]
     norms = [each for name, each in parameters.items() if "norm" in name] if wrapper.endswith("-sp") else []
+    kept = [each for name, each in parameters.items() if not name.startswith("blocks.1.")]
     whole_embedding = models.VOCABULARY * WIDTH * parameters["embedding.weight"].itemsize
     return {
         "P": _nbytes(parameters.values()), "R": _nbytes(root), "Q": _nbytes(norms),
         "E": whole_embedding - parameters["embedding.weight"].nbytes,
-        "T": len(parameters), "K": len(norms), "G": NUM_GROUPS, "S": axes.get("dp_shard", axes.get("dp", 1)),
+        "W": _nbytes(kept), "M": NUM_GROUPS - 1, "T": len(parameters), "K": len(norms), "G": NUM_GROUPS,
+        "S": axes.get("dp_shard", axes.get("dp", 1)),
         "axes": sum(size > 1 for size in axes.values()),
         "data_axes": sum(size > 1 for axis, size in axes.items() if axis != "tp"),
     }  # fmt: skip
@@ -121,7 +124,7 @@ def of_model(name: str) -> dict[str, int]:
 
 def of_held(name: str) -> int:
     """The job "held:wrapper:sync": bytes of gradient on this rank between the second microbatch and the third."""
-    _, wrapper, sync = name.split(":")
+    _, wrapper, sync = name.split(":", 2)
     model, gradient = accumulator(wrapper, sync)
     found = 0
     microbatches = gradient.microbatches(batch(3 * ROWS), lambda microbatch: len(microbatch["input_ids"]))

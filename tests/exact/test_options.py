@@ -1,5 +1,6 @@
 """The same bits with the wrappers' options, and where parameters are frozen."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,10 +56,10 @@ def world_of(wrapper: str) -> int:
 
 
 def run_job(name: str) -> dict[str, Any]:
-    """The job "option:case:wrapper:world:sync"."""
+    """The job "option:case:wrapper:world:sync", with a "/" for the colon of a sync."""
     option, case, wrapper, world, sync = name.split(":")
-    values = ("bits", wrapper, world, sync, case, "list", "weigh", "one-sample", "forward_backward", "no-clip")
-    return harness.run(OptionRun(Cell.parse(":".join(values)), option))
+    values = ("bits", wrapper, world, "auto", case, "list", "weigh", "one-sample", "forward_backward", "no-clip")
+    return harness.run(OptionRun(replace(Cell.parse(":".join(values)), sync=sync.replace("/", ":")), option))
 
 
 JOBS = [
@@ -66,7 +67,7 @@ JOBS = [
     for option, wrappers in OPTIONS.items()
     for wrapper in wrappers
     for case in CASES
-    for sync in (("last", "every") if option != "gather_once" else ("gather_once",))
+    for sync in (("last", "every") if option != "gather_once" else ("gather_once", "gather_once/1", "gather_once/2"))
 ]
 results = of_ranks("tests.exact.test_options:run_job", JOBS)
 

@@ -34,6 +34,7 @@ from megabatch.train.runtime.signals import StopSignal
 from tests.comm.counting import Collectives
 from tests.comm.jobs import held
 
+SOME = f"{GATHER_ONCE}:2"
 CAP = 2**40  # more than there is: what is free stays the limit, and it is measured however little is asked for
 CAPS = {
     "half of it": 0.5,
@@ -44,7 +45,8 @@ ROOM = {  # bytes beyond what "gather_once" keeps more
     "room": 0.0, "a little less": -20 * BYTES_PER_TOKEN, "half of the bound": -200 * BYTES_PER_TOKEN,
     "no room": -361 * BYTES_PER_TOKEN,
 }  # fmt: skip
-OVER = {"never": [-1.0], "once": [20 * BYTES_PER_TOKEN, 0.0], "twice": [20 * BYTES_PER_TOKEN, 1.0]}
+OVER = {"never": [-1.0], "once": [20 * BYTES_PER_TOKEN, 0.0], "twice": [20 * BYTES_PER_TOKEN, 1.0, -1.0]}
+OVER["always"] = [20 * BYTES_PER_TOKEN, 1.0] * 2
 NUM_MEASURED = 9  # gloo lets go of what was sent at its own time, and then a measurement is too high
 
 
@@ -162,7 +164,7 @@ def counted(ranks: Ranks, recipe: Path, given: Sequence[Sequence[str]]) -> list[
     return [
         counts_of(context_of(ranks, recipe, overrides), sync)
         for overrides in given
-        for sync in (None, LAST, GATHER_ONCE)
+        for sync in (None, LAST, GATHER_ONCE, SOME)
     ]
 
 

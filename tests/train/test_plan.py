@@ -90,6 +90,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicate": (2, {"parallel__wrapper": "replicate"}),
     "fsdp2": (2, {"parallel__wrapper": "fsdp2"}),
     "hsdp": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "update__global_batch_size": 8}),
+    "some gathered": (
+        2,
+        {
+            "parallel__wrapper": "fsdp2",
+            "update__sync": "gather_once:2",
+            "model__config__num_hidden_layers": 3,
+            "model__compute_dtype": "bfloat16",
+        },
+    ),
     "cp": (4, {"parallel__cp": 4, "model__config__num_key_value_heads": 2}),
     "cp, recomputed": (2, {"parallel__cp": 2, "model__activation_checkpointing": "true"}),
     "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
@@ -176,6 +185,7 @@ def test_the_best_is_that_of_simulating_every_choice(recipe: Path, name: str) ->
         expected, *_ = sort_rows([replace(row, fits=YES if row.peak_bytes <= limit else NO) for row in every])
         best, *others = search_choices([what], limit, lambda _: None)
         assert (best.choice, best.by, best.seconds) == (expected.choice, SIMULATION, expected.seconds)
+        others = [row for row in others if not row.choice.gathers_some]
         simulated = [row for row in (best, *others) if row.by == SIMULATION]
         assert len(simulated) < len(every) == len(others) + 1
         assert all(row.peak_bytes <= peaks[row.choice] for row in others if row.is_least)
@@ -275,6 +285,22 @@ def test_holding_back_costs_memory_and_saves_traffic(recipe: Path) -> None:
     }
     assert rows["last"].peak_bytes > rows["every"].peak_bytes
     assert rows["last"].sent_bytes < rows["every"].sent_bytes
+
+
+@pytest.mark.slow
+def test_as_many_layers_stay_gathered_as_have_room(recipe: Path) -> None:
+    wide = {"model__config__hidden_size": 128, "model__config__num_hidden_layers": 6, "update__micro_batch_size": 1}
+    wide |= {"parallel__wrapper": "fsdp2", "model__activation_checkpointing": "true", "data__max_sample_tokens": 16}
+    wide |= {"parallel__reshard_after_forward": "true", "device": "cpu"}
+    by_sync = {row.choice.sync: row for row in planned(recipe, 2, **wide)}
+    every, whole = by_sync["every"], by_sync["gather_once"]
+    layer_bytes = (whole.peak_bytes - every.peak_bytes) / 4  # the root and two layers are gathered at the peak anyway
+    best, *_ = planned(recipe, 2, **wide, memory=f"{int(every.peak_bytes + 2.5 * layer_bytes)}B")
+    assert (best.choice.sync, best.fits) == ("gather_once:3", YES)
+    assert every.peak_bytes < best.peak_bytes <= every.peak_bytes + 2 * layer_bytes
+    assert whole.sent_bytes < best.sent_bytes < every.sent_bytes
+    none, *_ = planned(recipe, 2, **wide, memory=f"{every.peak_bytes}B")
+    assert (none.choice.sync, none.peak_bytes) == ("gather_once:1", every.peak_bytes), "the root is there anyway"
 
 
 @pytest.mark.slow

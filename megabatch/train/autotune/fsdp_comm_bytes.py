@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megabatch.planning import num_gathered_once
+
 
 @dataclass(frozen=True)
 class CommGroup:
@@ -21,10 +23,10 @@ class CommGroup:
     num_copies: int
     reshards: bool  # frees parameters after a forward, and gathers them again for the backward
 
-    def sent_bytes(self, sync: str, num_microbatches: int, num_calls: int) -> float:
+    def sent_bytes(self, sync: str, num_microbatches: int, num_calls: int, *, gathers_once: bool) -> float:
         """Return the bytes that a rank sends in rings for an update of several microbatches and calls."""
         inside, across = ((ranks - 1) / ranks for ranks in (self.num_shards, self.num_copies))
-        gathers = num_calls if sync == "gather_once" else num_microbatches * (2 if self.reshards else 1)
+        gathers = num_calls if gathers_once else num_microbatches * (2 if self.reshards else 1)
         scatters = num_calls if sync == "last" else num_microbatches
         sums = num_microbatches if sync == "every" else num_calls
         within = inside * (gathers * self.gathered_bytes + scatters * self.reduced_bytes)
@@ -44,17 +46,24 @@ class FSDPComm:
 
     def whole_bytes(self, sync: str) -> int:
         """Return the bytes kept between microbatches: "gather_once" keeps the parameters, "last" the gradient."""
-        return sum(each.gathered_bytes if sync == "gather_once" else each.whole_bytes for each in self.groups)
+        if gathered := self.groups[: num_gathered_once(sync)]:
+            return sum(group.gathered_bytes for group in gathered)
+        return sum(group.whole_bytes for group in self.groups)
 
     def more_bytes(self, sync: str) -> int:
         """Return the bytes that a policy keeps beyond the wrapper's own, which keeps this rank's shards."""
-        if sync == "gather_once":  # groups that are not freed after a forward are all there at the peak anyway
-            return sum(group.gathered_bytes for group in self.groups if group.reshards)
+        if gathered := self.groups[: num_gathered_once(sync)]:
+            # Groups that are not freed after a forward are all there at the peak anyway.
+            return sum(group.gathered_bytes for group in gathered if group.reshards)
         return self.whole_bytes(sync) - sum(group.shard_bytes for group in self.groups)
 
     def sent_bytes(self, sync: str, num_microbatches: int, num_calls: int) -> float:
         """Return the bytes that this rank sends in an update, tensor parallelism excluded."""
-        return sum(group.sent_bytes(sync, num_microbatches, num_calls) for group in self.groups)
+        kept = num_gathered_once(sync)
+        return sum(
+            group.sent_bytes(sync, num_microbatches, num_calls, gathers_once=index < kept)
+            for index, group in enumerate(self.groups)
+        )
 
 
 def measure_comm(model: nn.Module, accumulate_dtype: torch.dtype | None) -> FSDPComm:

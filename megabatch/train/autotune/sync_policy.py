@@ -2,12 +2,14 @@
 
 Every policy computes the same gradient. The run takes the one that fits in memory and sends least, as `megabatch plan`
 does. "last" keeps the whole gradient of sharded parameters until the last microbatch, and "gather_once" all gathered
-parameters, so both must be measured to fit. Every rank decides from the same numbers.
+parameters, so both must be measured to fit. If all parameters do not fit, "gather_once:K" keeps as many groups of
+them as do. Every rank decides from the same numbers.
 """
 
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from megabatch import GradientAccumulator, Plan
 from megabatch.autotune import PolicyMemory, check_measurable, free_on, measure_policy
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.planning import TunedLimit
+from megabatch.planning import TunedLimit, num_gathered_once
 from megabatch.train.autotune.fsdp_comm_bytes import measure_comm
 from megabatch.train.autotune.microbatch_limit import ChosenLimit, longest
 from megabatch.train.checkpoints.metadata import describe_conditions, first_difference, read_meta
@@ -54,7 +56,8 @@ class ChosenSync:
 
     def shown(self, plan: Plan) -> Plan:
         """Return the plan with the true reason for its policy."""
-        return plan if self.is_asked or self.sync not in KEPT else replace(plan, reason=REASON)
+        is_own = self.sync != LAST and not num_gathered_once(self.sync or AUTO)
+        return plan if self.is_asked or is_own else replace(plan, reason=REASON)
 
 
 def load_policy(config: Config, ranks: Ranks, limit: ChosenLimit | None, checkpoint: Path | None) -> ChosenSync:
@@ -88,6 +91,7 @@ class SyncDecision:
     sync: str
     why: str
     fit: TunedLimit | None = None
+    room_bytes: float = 0.0  # that a policy had which was refused
 
 
 @dataclass(frozen=True)
@@ -101,19 +105,22 @@ class Candidate:
     own: str  # the wrapper's own policy
     own_bytes: float  # that the own policy sends in an update
 
+    @property
+    def kept(self) -> str:
+        """What it keeps, for a person."""
+        return KEPT.get(self.sync, "partly gathered model")
+
     def taken(self, why: str, fit: TunedLimit | None) -> SyncDecision:
         """Return the decision for it."""
         times = f"{self.own_bytes / self.sent_bytes:.2f} times as much"
-        why = f"its {KEPT[self.sync]} {why}, and {self.own} would send {gb_text(self.own_bytes)} an update, {times}"
+        why = f"its {self.kept} {why}, and {self.own} would send {gb_text(self.own_bytes)} an update, {times}"
         return SyncDecision(self.sync, why, fit)
 
     def too_large(self, peak: float, limit: float) -> SyncDecision:
         """Return the decision against it."""
-        why = (
-            f"{self.sync} would keep the {KEPT[self.sync]} of {gib_text(self.whole_bytes)} ({_peak_text(peak, limit)})"
-        )
-        share = self.sent_bytes / self.own_bytes
-        return SyncDecision(self.own, f"{why}, to send {share:.2f} of the {gb_text(self.own_bytes)} of an update")
+        why = f"{self.sync} would keep the {self.kept} of {gib_text(self.whole_bytes)} ({_peak_text(peak, limit)})"
+        why = f"{why}, to send {self.sent_bytes / self.own_bytes:.2f} of the {gb_text(self.own_bytes)} of an update"
+        return SyncDecision(self.own, why, room_bytes=self.more_bytes + limit - peak)
 
 
 class SyncChooser:
@@ -139,24 +146,41 @@ class SyncChooser:
             return None
         if load_oom_limit(self._config.run) is not None:
             return SyncDecision(self._own, f"a microbatch did not fit in memory ({OOM_LIMIT_FILE}), and it keeps least")
-        (free, problem), refused = self._free(), None
-        for each in self.candidates(num_microbatches):
+        (free, problem), refused, candidates = self._free(), None, self.candidates(num_microbatches)
+        while candidates:
+            each = candidates.pop(0)
             found = self._try(each, fit, num_microbatches, free, problem)
             if found.sync == each.sync:
                 return found
             refused = refused or found
+            if each.sync == GATHER_ONCE and not problem:
+                candidates = _sort([*candidates, *self._part(found.room_bytes, fit, num_microbatches)])
         return refused
 
     def candidates(self, num_microbatches: int) -> list[Candidate]:
         """Return the policies that send less than the own one, the least first; of equals the one that keeps less."""
-        own, *sent = (self._sent(sync, num_microbatches) for sync in (self._own, *KEPT))
-        found: list[Candidate] = []
-        for sync, sent_bytes in zip(KEPT, sent, strict=True):
-            whole, more = max_over_ranks([self._comm.whole_bytes(sync), self._comm.more_bytes(sync)], self._ranks)
-            found.append(Candidate(sync, whole, more, sent_bytes, self._own, own))
-        return sorted(
-            (each for each in found if each.sent_bytes < own), key=lambda each: (each.sent_bytes, each.more_bytes)
-        )
+        return _sort(self._candidate(sync, num_microbatches) for sync in KEPT)
+
+    def _candidate(self, sync: str, num_microbatches: int) -> Candidate:
+        num_calls, comm = self._num_calls(num_microbatches), self._comm
+        here = [comm.sent_bytes(each, num_microbatches, num_calls) for each in (sync, self._own)]
+        here += [comm.whole_bytes(sync), comm.more_bytes(sync)]
+        sent, own, whole, more = max_over_ranks(here, self._ranks)
+        return Candidate(sync, whole, more, sent, self._own, own)
+
+    def _part(self, room_bytes: float, fit: TunedLimit | None, num_microbatches: int) -> list[Candidate]:
+        """Return the policy that keeps as many groups of parameters gathered as have room; none if that is none."""
+        parts = [f"{GATHER_ONCE}:{count}" for count in range(1, len(self._comm.groups))]
+
+        def has_no_room(sync: str) -> bool:
+            more_bytes = self._candidate(sync, num_microbatches).more_bytes
+            if fit is None:
+                return more_bytes > room_bytes
+            lowered = leave_room(fit, more_bytes)
+            return lowered is None or self._num_beside(lowered, sync) > num_microbatches
+
+        count = bisect_left(parts, True, key=has_no_room)
+        return [self._candidate(sync, num_microbatches) for sync in parts[:count][-1:]]
 
     def _try(
         self, candidate: Candidate, fit: TunedLimit | None, num_microbatches: int, free: float, problem: str
@@ -196,9 +220,9 @@ class SyncChooser:
             least = fit.cost.peak_bytes(1, fit.longest_tokens) + more_bytes
             return candidate.too_large(least, fit.limit_bytes)
         tokens = lowered.max_microbatch_tokens
-        needed = self._num_microbatches(build_accumulator(self._laid.model, self._config, lowered, candidate.sync))
+        needed = self._num_beside(lowered, candidate.sync)
         if needed > num_microbatches:
-            why = f"beside its {KEPT[candidate.sync]} {candidate.sync} has room for microbatches of {tokens:,} tokens"
+            why = f"beside its {candidate.kept} {candidate.sync} has room for microbatches of {tokens:,} tokens"
             return SyncDecision(
                 self._own, f"{why}, and an update would be {needed} of them instead of {num_microbatches}"
             )
@@ -243,11 +267,15 @@ class SyncChooser:
         """Count the calls of an update, at whose ends ranks sum or gather."""
         return -(-num_microbatches // MICROBATCHES_A_CALL) if self._config.checkpoint.partial else 1
 
-    def _sent(self, sync: str, num_microbatches: int) -> float:
-        """Return the most bytes that a rank sends in an update."""
-        here = self._comm.sent_bytes(sync, num_microbatches, self._num_calls(num_microbatches))
-        (sent,) = max_over_ranks([here], self._ranks)
-        return sent
+    def _num_beside(self, fit: TunedLimit, sync: str) -> int:
+        """Count the microbatches of an update under a limit that leaves room for a policy."""
+        return self._num_microbatches(build_accumulator(self._laid.model, self._config, fit, sync))
+
+
+def _sort(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return those that send less than the wrapper's own, the least first; of equals the one that keeps less."""
+    found = (each for each in candidates if each.sent_bytes < each.own_bytes)
+    return sorted(found, key=lambda each: (each.sent_bytes, each.more_bytes))
 
 
 def _decide(candidate: Candidate, measured: PolicyMemory, peak: float, fit: TunedLimit | None = None) -> SyncDecision:

@@ -168,10 +168,14 @@ class UpdateConfig(Section):
     """Lay the samples of a microbatch in one row, one after another, so that nothing is padded: with model.attention =
     "flash_attention_2" or "flex_attention". Others compute the whole row against itself, which takes longer than
     padding does."""
-    sync: Literal["auto", "last", "every", "gather_once", "replica_last"] = "auto"
+    sync: (
+        Literal["auto", "last", "every", "gather_once", "replica_last"]
+        | Annotated[str, Field(pattern=r"^gather_once:[1-9]\d*$")]
+    ) = "auto"
     """The moment at which ranks sum gradients: with the last microbatch, with every one, across replicas with the last
-    one only (hsdp). "auto": the one that sends least of those that fit in memory, chosen before the first update and
-    kept with the checkpoint."""
+    one only (hsdp). "gather_once" (fsdp2, hsdp) gathers parameters once per update, "gather_once:12" those of 12
+    groups: what is in no layer, and layers. "auto": the one that sends least of those that fit in memory, chosen before
+    the first update and kept with the checkpoint."""
     accumulate_dtype: Literal["float32"] | None = None
     """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
     model.dtype."""

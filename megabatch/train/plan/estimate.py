@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from megabatch.optim import LowBits, split_parameters
+from megabatch.planning import num_gathered_once
 from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, QuantizedAdam
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.config.parallel_layout import Layout
@@ -268,7 +269,7 @@ def _key_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device)
 
 def _num_collectives(choice: Choice, sizes: ModelSizes) -> int:
     """Return the all-gathers and reduce-scatters of an update; the root is gathered once a microbatch."""
-    gathers = choice.num_microbatches * (sizes.num_layers * (2 if choice.reshard else 1) + 1)
+    gathers = _count_gathered(choice, sizes.num_layers + 1, 1, 1)
     return gathers + (sizes.num_layers + 1) * (1 if choice.sync == "last" else choice.num_microbatches)
 
 
@@ -281,9 +282,10 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     base = (P * sizes.parameter_bytes + T * (sizes.wider_bytes + sizes.state_bytes)) / sizes.num_shards
     base += shard if sizes.wrapped == "ddp" else 0  # in buckets
     held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
-    keeps_sums = choice.sync == "replica_last" or (choice.sync == "gather_once" and sizes.num_copies > 1)
+    keeps_sums = choice.sync == "replica_last" or (num_gathered_once(choice.sync) > 0 and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
-    layers = min(sizes.num_gathered * u, P - r) if choice.reshard else sizes.num_backward
+    kept = max(0, num_gathered_once(choice.sync) - 1)  # layers whose parameters stay
+    layers = min((sizes.num_gathered + kept) * u, P - r) if choice.reshard else sizes.num_backward
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
@@ -305,9 +307,17 @@ def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
 
 
 def _num_gathered(choice: Choice, sizes: ModelSizes) -> int:
-    """Return the parameters that FSDP2 gathers in an update; the root is gathered once a microbatch."""
-    times = 1 if choice.sync == "gather_once" else choice.num_microbatches
-    return times * (sizes.num_parameters + (sizes.num_parameters - sizes.num_root if choice.reshard else 0))
+    """Return the parameters that FSDP2 gathers in an update."""
+    return _count_gathered(choice, sizes.num_parameters, sizes.num_root, sizes.num_unit)
+
+
+def _count_gathered(choice: Choice, num_all: int, num_root: int, num_unit: int) -> int:
+    """Return how many of all elements are gathered in an update; the root's at most once a microbatch."""
+    times = choice.num_microbatches * (2 if choice.reshard else 1)
+    if count := num_gathered_once(choice.sync):
+        kept = min(num_all, num_root + (count - 1) * num_unit)
+        return kept + times * (num_all - kept)
+    return times * (num_all - num_root) + choice.num_microbatches * num_root
 
 
 def _sent_bytes(choice: Choice, sizes: ModelSizes) -> int:
@@ -317,9 +327,7 @@ def _sent_bytes(choice: Choice, sizes: ModelSizes) -> int:
     reductions = 1 if choice.sync == "last" else n
     if not sizes.is_sharded:
         return int(2 * across * T * sizes.reduce_bytes * reductions)
-    twice = choice.reshard  # but for the root, which stays gathered until its backward
-    times = 1 if choice.sync == "gather_once" else n
     gathers = _num_gathered(choice, sizes)
-    wider = times * (T + (T - sizes.num_trained_root if twice else 0)) * sizes.wider_bytes
+    wider = _count_gathered(choice, T, sizes.num_trained_root, sizes.num_trained_unit) * sizes.wider_bytes
     within = inside * (gathers * sizes.compute_bytes + wider + T * reductions * sizes.reduce_bytes)
     return int(within + 2 * across * T / sizes.num_shards * sizes.reduce_bytes * (n if choice.sync == "every" else 1))

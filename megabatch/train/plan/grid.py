@@ -7,13 +7,14 @@ from itertools import product
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 
+GATHER_ONCE = "gather_once"
 FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")  # torch's other optimizers are fused on CPUs only
 SYNCS = {  # wrapping → policies, without those that send more and save nothing
     "plain": ("last",),
     "ddp": ("last",),
     "replicate": ("last",),
-    "fsdp2": ("every", "last", "gather_once"),
-    "hsdp": ("replica_last", "last", "gather_once"),
+    "fsdp2": ("every", "last", GATHER_ONCE),
+    "hsdp": ("replica_last", "last", GATHER_ONCE),
 }
 WRAPPERS_OWN = ("every", "replica_last")  # policies that keep the least
 
@@ -29,9 +30,19 @@ class Choice:
     recompute: bool | str  # activations in the backward; "selective" keeps some
     fused: bool  # the optimizer; the same in all choices of a plan
 
+    @property
+    def gathers_some(self) -> bool:
+        """True for "gather_once:K"."""
+        return self.sync.startswith(f"{GATHER_ONCE}:")
+
+    @property
+    def may_gather_some(self) -> bool:
+        """True if some groups of parameters could stay gathered, which are not."""
+        return self.sync in WRAPPERS_OWN and self.reshard and self.num_microbatches > 1
+
     def differs_in_sync(self, other: "Choice") -> bool:
         """Return True for choices that differ in the policy alone. What "gather_once" gathers is never freed early."""
-        reshard = self.reshard if "gather_once" in (self.sync, other.sync) else other.reshard
+        reshard = self.reshard if GATHER_ONCE in (self.sync, other.sync) else other.reshard
         return replace(other, sync=self.sync, reshard=reshard) == self
 
     def needs_as_much_as(self, other: "Choice") -> bool:
@@ -76,7 +87,7 @@ class Grid:
         ):
             num_microbatches = -(-self.samples_per_rank // size)
             sync = self.syncs[0] if num_microbatches == 1 else sync  # a single microbatch is reduced at its end anyway
-            reshard = reshard and sync != "gather_once"
+            reshard = reshard and sync != GATHER_ONCE
             found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused))
         return list(dict.fromkeys(found))
 

@@ -15,7 +15,7 @@ from megabatch.train.config import ParallelConfig
 from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.estimate import Estimate, estimate_cost
-from megabatch.train.plan.grid import Choice
+from megabatch.train.plan.grid import GATHER_ONCE, Choice
 from megabatch.train.plan.simulation import Simulator
 
 YES, TIGHT, NO = "yes", "tight", "no"
@@ -104,6 +104,7 @@ def search_choices(
     while (wanted := search.next_candidate()) is not None:
         search.simulate(wanted)
         advance(1)
+    search.simulate_part()
     advance(len(search.candidates) - len(search.rows))
     return sort_rows(search.all_rows())
 
@@ -216,6 +217,24 @@ class _Search:
         if best is not None:
             is_open = [each for each in is_open if self._may_win(each, best)]
         return min(is_open, key=self._most_promising, default=None)
+
+    def simulate_part(self) -> None:
+        """Simulate the best choice with as many layers kept gathered as have room, as a run would choose."""
+        best = sort_rows(self.all_rows())[0]
+        known = next((each for each, row in self.rows.items() if row is best and row.fits == YES), None)
+        if known is None or not known.choice.may_gather_some:
+            return
+        simulator, room_bytes = known.simulator, self._limit_bytes - best.reserved_bytes
+        layer_bytes = simulator.sizes.num_unit * simulator.sizes.compute_bytes
+        count = min(simulator.sizes.num_layers, 1 + room_bytes // layer_bytes)
+        if count < 1:
+            return
+        choice = replace(known.choice, sync=f"{GATHER_ONCE}:{count}")
+        if (row := run_simulation(simulator, self._limit_bytes, choice)).fits == YES:
+            estimate = estimate_cost(choice, simulator.sizes, simulator.sample.length_tokens, simulator.device)
+            part = _Candidate(simulator, choice, estimate)
+            self.candidates.append(part)
+            self.rows[part] = row
 
     def all_rows(self) -> list[PlanRow]:
         """Return a row for every candidate."""

@@ -146,7 +146,7 @@ class Simulator:
 
     def simulate(self, choice: Choice) -> Simulated:
         """Simulate an update of rank 0. Raises `MegabatchError` for what fake tensors cannot do."""
-        if self.repeats is not None:
+        if self.repeats is not None and not choice.gathers_some:  # a part is of all layers
             num_first, period, num_blocks = self.repeats
             shallow, deeper = (self._simulate(choice, num_layers) for num_layers in (num_first, num_first + period))
             if (found := extend(shallow, deeper, num_blocks)) is not None:
