@@ -183,9 +183,9 @@ def test_the_best_is_that_of_simulating_every_choice(recipe: Path, name: str) ->
     sizes = sorted(peaks.values())
     for limit in (sizes[len(sizes) // 4], sizes[len(sizes) // 2], 2**40):
         expected, *_ = sort_rows([replace(row, fits=YES if row.peak_bytes <= limit else NO) for row in every])
-        best, *others = search_choices([what], limit, lambda _: None)
+        rows = search_choices([what], limit, lambda _: None)
+        best, *others = (row for row in rows if not row.choice.gathers_some)
         assert (best.choice, best.by, best.seconds) == (expected.choice, SIMULATION, expected.seconds)
-        others = [row for row in others if not row.choice.gathers_some]
         simulated = [row for row in (best, *others) if row.by == SIMULATION]
         assert len(simulated) < len(every) == len(others) + 1
         assert all(row.peak_bytes <= peaks[row.choice] for row in others if row.is_least)
@@ -291,13 +291,14 @@ def test_holding_back_costs_memory_and_saves_traffic(recipe: Path) -> None:
 def test_as_many_layers_stay_gathered_as_have_room(recipe: Path) -> None:
     wide = {"model__config__hidden_size": 128, "model__config__num_hidden_layers": 6, "update__micro_batch_size": 1}
     wide |= {"parallel__wrapper": "fsdp2", "model__activation_checkpointing": "true", "data__max_sample_tokens": 16}
-    wide |= {"parallel__reshard_after_forward": "true", "device": "cpu"}
+    wide |= {"parallel__reshard_after_forward": "true", "device": "cpu", "model__compute_dtype": "bfloat16"}
+    sizes = subject(recipe, 2, **wide).sizes
+    layer_bytes = sizes.num_unit * sizes.compute_bytes
     by_sync = {row.choice.sync: row for row in planned(recipe, 2, **wide)}
     every, whole = by_sync["every"], by_sync["gather_once"]
-    layer_bytes = (whole.peak_bytes - every.peak_bytes) / 4  # the root and two layers are gathered at the peak anyway
     best, *_ = planned(recipe, 2, **wide, memory=f"{int(every.peak_bytes + 2.5 * layer_bytes)}B")
     assert (best.choice.sync, best.fits) == ("gather_once:3", YES)
-    assert every.peak_bytes < best.peak_bytes <= every.peak_bytes + 2 * layer_bytes
+    assert best.peak_bytes - every.peak_bytes == pytest.approx(2 * layer_bytes, rel=0.01)
     assert whole.sent_bytes < best.sent_bytes < every.sent_bytes
     none, *_ = planned(recipe, 2, **wide, memory=f"{every.peak_bytes}B")
     assert (none.choice.sync, none.peak_bytes) == ("gather_once:1", every.peak_bytes), "the root is there anyway"
