@@ -55,7 +55,7 @@ class CostMeter:
         self._host_seconds = 0.0 if self._device is None else math.inf  # the least that a GPU's launches have taken
         self._waiting: deque[tuple[tuple[int, int], Any, Any]] = deque(maxlen=MAX_WAITING)  # shape, two events
         self._num_updates = 0
-        self._cost: CostModel | None = None
+        self.cost: CostModel | None = None  # None until it is known
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_waiting": deque[Any](maxlen=MAX_WAITING)}  # events have no copy
@@ -79,10 +79,10 @@ class CostMeter:
             shape, before, after = self._waiting.popleft()
             self._keep(shape, before.elapsed_time(after) / 1000)
         self._num_updates += 1
-        if self._cost is None or self._num_updates & (self._num_updates - 1) == 0:
+        if self.cost is None or self._num_updates & (self._num_updates - 1) == 0:
             timed = [TimedMicrobatch(*shape, seconds) for shape, seconds in self._seconds.items()]
-            self._cost = cost_in_use(timed, self._host_seconds) or self._cost
-        return self._cost
+            self.cost = cost_in_use(timed, self._host_seconds) or self.cost
+        return self.cost
 
     def _record(self) -> Any:
         """Return an event of this moment on the GPU."""

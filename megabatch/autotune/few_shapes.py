@@ -8,27 +8,28 @@ them out. So the model must be one of transformers', without experts and statist
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.autotune.measure import MeasuredModel
+from megabatch.autotune.shapes_planner import ShapesPlanner
 from megabatch.autotune.tuner import restoring
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import BY_LENGTH, EXPERTS, Padding, is_causal, with_config
-from megabatch.batching.samples import IGNORED_LABEL, Batch, Samples, to_dense_tensor
+from megabatch.batching.samples import IGNORED_LABEL, Batch, to_dense_tensor
 from megabatch.engine import random_state
-from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned, first_failure
+from megabatch.engine.call import MicrobatchPlanner, first_failure
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import PlanError, require_count
-from megabatch.losses.contract import LossHooks
+from megabatch.losses.contract import is_own
 from megabatch.losses.ready_made import classification, next_token
-from megabatch.planning.plan import Plan, check_lengths, priced
-from megabatch.planning.shapes import Shape, choose_shapes, plan_in_shapes, shapes_within
+from megabatch.planning.plan import check_lengths
+from megabatch.planning.shapes import Shape, choose_shapes
 from megabatch.torch_private import forward_hooks, forward_pre_hooks
 from megabatch.wrappers.base import Wrapper, local
 
@@ -42,94 +43,6 @@ FLOAT32 = torch.finfo(torch.float32).eps  # the coarsest trial that sees what co
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 KNOWN_CODE = ("torch.", "transformers.", "peft.", "accelerate.", "megabatch.", "builtins.", "abc.", "typing.")
 Gradients = list[Tensor | None]
-
-
-@dataclass(frozen=True)
-class ShapesPlanner(MicrobatchPlanner):
-    """Splits samples into microbatches of ``shapes``: rows and tokens, the longest first."""
-
-    shapes: tuple[Shape, ...] = ()
-
-    @classmethod
-    def of(cls, planner: MicrobatchPlanner, shapes: Sequence[Shape]) -> "ShapesPlanner":
-        """Return a planner with the same settings and these shapes."""
-        settings = {each.name: getattr(planner, each.name) for each in fields(MicrobatchPlanner)}
-        return cls(**settings, shapes=tuple(shapes))
-
-    @property
-    def free(self) -> MicrobatchPlanner:
-        """The same settings without shapes."""
-        return MicrobatchPlanner(**{each.name: getattr(self, each.name) for each in fields(MicrobatchPlanner)})
-
-    @property
-    def is_packed(self) -> bool:
-        """True if the samples of a microbatch lie in one row."""
-        return isinstance(self.collate, OneRow)
-
-    def plan(self, samples: Samples) -> Plan:
-        """Return the plan by which samples are split into microbatches."""
-        rows, tokens = self.limits
-        check_lengths(samples.lengths, None if self.learned is not None else tokens)
-        cost, (sync, reason) = self.known_cost, self.choice
-        plan = plan_in_shapes(
-            samples.lengths, self.shapes, rows, tokens, cost, packed=self.is_packed, num_positions=self._num_positions
-        )
-        plan = replace(plan, sync=sync, reason=reason)
-        return plan if cost is None else priced(plan, cost)
-
-    @property
-    def limits(self) -> tuple[int | None, int | None]:
-        """Samples and tokens of a microbatch, one of them None."""
-        rows, tokens = self.micro_batch_size, self.max_microbatch_tokens
-        if self.fit is not None:
-            rows, tokens = None, self.fit.max_microbatch_tokens
-        if self.learned is not None:
-            rows = None if rows is None else min(rows, self.learned.samples)
-            tokens = None if tokens is None else max(1, min(tokens, self.learned.tokens))
-        return rows, tokens
-
-    @property
-    def _num_positions(self) -> int | None:
-        return None if self.padding is None else self.padding.most_positions
-
-    def fitted(self, plan: Plan, samples: Samples) -> Plan:
-        """Return a plan that was made before. Raises `PlanError` if it is of other samples or shapes."""
-        made = super().fitted(plan, samples)
-        longest = max(samples.lengths, default=0)
-        known = shapes_within(self.shapes, longest, *self.limits, self._num_positions)
-        for rows in made.microbatches:
-            shape = plan.shapes.get(rows)
-            if shape not in known or not _holds(shape, made.lengths_of(rows), is_packed=self.is_packed):
-                raise PlanError("plan is of other shapes than those of this accumulator; make another")
-        return made
-
-    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
-        """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
-        samples = self.samples(batch, hooks.prepare)
-        plan = self.plan(samples) if given is None else self.fitted(given, samples)
-        if plan.microbatches:
-            samples.shapes = {**self._of_dummy(samples), **plan.shapes}
-        return collate_planned(samples, plan, hooks.weigh)
-
-    def dummy(self, samples: Samples) -> Any:
-        """Return the last sample of an earlier call as a microbatch, in the cheapest shape that is long enough."""
-        samples.shapes = self._of_dummy(samples)
-        return samples.dummy()
-
-    def _of_dummy(self, samples: Samples) -> dict[tuple[int, ...], Shape]:
-        last = len(samples) - 1
-        rows, tokens = self.limits
-        alone = plan_in_shapes(
-            samples.lengths[-1:], self.shapes, rows, tokens, self.known_cost, packed=self.is_packed,
-            num_positions=self._num_positions,
-        )  # fmt: skip
-        return {(last,): alone.shapes[0,]}
-
-
-def _holds(shape: Shape, lengths: Sequence[int], *, is_packed: bool) -> bool:
-    if is_packed:
-        return sum(max(1, length) for length in lengths) <= shape[1]
-    return len(lengths) <= shape[0] and max(lengths) <= shape[1]
 
 
 class FewShapes:
@@ -161,7 +74,7 @@ class FewShapes:
 
     def check(self, loss_fn: object) -> None:
         """Raise `PlanError` for a loss that may count tokens without a label."""
-        if loss_fn not in LOSSES:
+        if not _is_known(loss_fn):
             raise PlanError(
                 "shapes= fills microbatches up with tokens without a label, and only losses.next_token and "
                 "losses.classification are known to leave them out; give one of these, or leave shapes= out"
@@ -169,8 +82,7 @@ class FewShapes:
 
     def planner_of(self, planner: MicrobatchPlanner, fn: object) -> MicrobatchPlanner:
         """Return the planner of a call without a backward, which fills up for a known loss only."""
-        is_known = fn in LOSSES
-        return planner if is_known or not isinstance(planner, ShapesPlanner) else planner.free
+        return planner if _is_known(fn) or not isinstance(planner, ShapesPlanner) else planner.free
 
     def state(self) -> list[list[int]]:
         """Return the chosen shapes; none before the choice."""
@@ -296,6 +208,13 @@ class FewShapes:
                 f"shapes= tries the first {NUM_TRIED} tokens of a sample, and their gradient is zero; give the first "
                 "call a sample with targets among them, or leave shapes= out"
             )
+
+
+def _is_known(loss_fn: object) -> bool:
+    """Return True for a loss that leaves out labels of -100, inside of the trainer's own code too."""
+    while loss_fn not in LOSSES and is_own(loss_fn) and hasattr(loss_fn, "__wrapped__"):
+        loss_fn = cast(Any, loss_fn).__wrapped__
+    return loss_fn in LOSSES
 
 
 def _problem_of_settings(planner: MicrobatchPlanner, padding: Mapping[str, float] | None) -> str | None:

@@ -32,6 +32,7 @@ from megabatch.planning.limits import (
     TunedLimit,
     bound_tokens,
     cost_of,
+    fitting,
     gains_little,
     in_gib,
     largest_fitting,
@@ -200,7 +201,7 @@ class MicrobatchTuner:
                 "give more memory, shorten it, shard the model or recompute activations"
             )
         is_limited = tokens < longest.most_rows * longest.num_tokens  # by memory
-        fitting = [each for each in measured if each.num_bytes <= measurer.space.allowed]
+        gains = not gains_little(fitting(measured, measurer.space))  # by larger ones
         measured = [each for each in measured if math.isfinite(each.num_bytes)]
         timed = [TimedMicrobatch(each.rows, longest.num_tokens, each.seconds or 0.0) for each in measured]
         if longest.usual.num_tokens != longest.sample.num_tokens:  # which tells attention from the rest
@@ -208,7 +209,7 @@ class MicrobatchTuner:
         cost = cost_of(measured, measurer.space, measurer.stays_bytes, longest.num_tokens, timed)
         return TunedLimit(
             tokens, cost, longest.num_tokens, tuple(measured), measurer.limit_bytes, measurer.allowed_bytes,
-            outgrown_rows=None if is_limited or gains_little(fitting) else longest.most_rows,
+            outgrown_rows=longest.most_rows if gains and not is_limited else None,
         )  # fmt: skip
 
     def _measure(self, measurer: MicrobatchMeasurer, rows: int) -> MeasuredMicrobatch:

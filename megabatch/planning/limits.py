@@ -71,14 +71,14 @@ class TunedLimit:
     def explain(self) -> str:
         """Describe the choice for a person in one line."""
         rows = ", ".join(str(each.rows) for each in self.measured)
-        fitting = [each for each in self.measured if each.rows * self.longest_tokens <= self.max_microbatch_tokens]
+        within = [each for each in self.measured if each.rows * self.longest_tokens <= self.max_microbatch_tokens]
         return (
             f"max_microbatch_tokens {self.max_microbatch_tokens:,}: predicted peak "
             f"{in_gib(self.cost.peak_bytes(1, self.max_microbatch_tokens))} of {in_gib(self.limit_bytes)}, measured "
             f"with {rows} samples of {self.longest_tokens:,} tokens"
             + (
                 f"; larger ones would be at most {LEAST_GAIN:.0%} faster"
-                if self.outgrown_rows is None and gains_little(fitting)
+                if self.outgrown_rows is None and gains_little(within)
                 else ""
             )
         )
@@ -108,7 +108,7 @@ def search(
 def _is_enough(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, most_rows: int) -> bool:
     low = largest_fitting(measured, space)
     are_sure = low is not None and low.rows >= GROWTH and sure_rows(measured, low, space) >= most_rows
-    return are_sure or gains_little([each for each in measured if each.num_bytes <= space.allowed])
+    return are_sure or gains_little(fitting(measured, space))
 
 
 def sure_rows(measured: Sequence[MeasuredMicrobatch], low: MeasuredMicrobatch, space: MemoryRoom) -> float:
@@ -162,8 +162,7 @@ def bound_tokens(
     if low is None:
         return None
     sure = sure_rows(measured, low, space)
-    fitting = [each for each in measured if each.num_bytes <= space.allowed]
-    rows = most_rows if sure >= most_rows and not gains_little(fitting) else low.rows
+    rows = most_rows if sure >= most_rows and not gains_little(fitting(measured, space)) else low.rows
     return min(int(longest_tokens * sure), (rows + 1) * longest_tokens - 1)
 
 
@@ -178,8 +177,8 @@ def cost_of(
 
     Its bytes are a line through the two largest measurements that fit, or in proportion to the only one.
     """
-    fitting = sorted((each for each in measured if each.num_bytes <= space.allowed), key=lambda each: each.rows)
-    high, low = fitting[-1], fitting[-2] if len(fitting) > 1 else MeasuredMicrobatch(0, 0.0)
+    *smaller, high = sorted(fitting(measured, space), key=lambda each: each.rows)
+    low = smaller[-1] if smaller else MeasuredMicrobatch(0, 0.0)
     row_bytes = max(0.0, (high.num_bytes - low.num_bytes) / (high.rows - low.rows))
     return CostModel(
         *seconds_of(timed),
@@ -230,8 +229,13 @@ def _closest(counts: np.ndarray, timed: Sequence[TimedMicrobatch]) -> tuple[floa
     return float(found[0]), float(found[1]), float(found[2])
 
 
+def fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom) -> list[MeasuredMicrobatch]:
+    """Return those that fit in memory."""
+    return [each for each in measured if each.num_bytes <= space.allowed]
+
+
 def largest_fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom) -> MeasuredMicrobatch | None:
-    return max((each for each in measured if each.num_bytes <= space.allowed), key=lambda each: each.rows, default=None)
+    return max(fitting(measured, space), key=lambda each: each.rows, default=None)
 
 
 def smallest_not_fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom) -> MeasuredMicrobatch | None:

@@ -312,13 +312,10 @@ def num_gathered_once(sync: str) -> int:
     return 0 if name != "gather_once" else int(count) if count else sys.maxsize
 
 
-def check_cost(cost: object) -> CostModel | None:
-    """Return ``cost``. Raises `PlanError` unless it is a `CostModel` or None."""
+def check_cost(cost: object, others: str = "") -> CostModel | None:
+    """Return ``cost``. Raises `PlanError` unless it is a `CostModel` or None; ``others`` names what else may be."""
     if cost is not None and not isinstance(cost, CostModel):
-        raise PlanError(
-            f'cost is {cost!r}; expected a CostModel, "measure" (of a GradientAccumulator), or leave it out: with '
-            'max_microbatch_tokens="auto" it is measured'
-        )
+        raise PlanError(f"cost is {cost!r}; expected a CostModel{others}, or leave it out")
     return cost
 
 
