@@ -22,7 +22,7 @@ from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.batching.tree import clone, memory_of, to_device
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.errors import LossContractError, MegabatchError, MicrobatchLimit, PlanError
-from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights
+from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights, is_own
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import (
     CostModel,
@@ -198,7 +198,7 @@ class MicrobatchPlanner:
 
     def is_repeatable(self, hooks: LossHooks) -> bool:
         """Return True if no function of the user's that may draw random numbers is called to prepare a batch."""
-        return type(self.collate) in (NoneType, OneRow) and hooks.prepare in (None, note_padding)
+        return type(self.collate) in (NoneType, OneRow) and (hooks.prepare is None or is_own(hooks.prepare))
 
     def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""

@@ -149,6 +149,12 @@ def loss_hooks(loss_fn: LossFunction | JointLoss) -> LossHooks:
     return LossHooks(getattr(loss_fn, "weigh", None), getattr(loss_fn, "prepare", None))
 
 
+def is_own(function: object) -> bool:
+    """Return True if megabatch has written the code of a function: the losses and their hooks draw no random number."""
+    code = function.func if isinstance(function, functools.partial) else function
+    return getattr(code, "__globals__", {}).get("__name__", "").startswith("megabatch.")
+
+
 def terms_of(returned: Any) -> dict[str, Term]:
     """Return what a loss returned as named terms, checked.
 

@@ -1,9 +1,11 @@
 """A batch that was prepared before its call has the gradient of the same batch; one that was changed, its own."""
 
 import copy
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss
+from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses
 from megabatch.batching import early_preparation
 from megabatch.batching.samples import Deferred, pad_right
 from megabatch.errors import MicrobatchLimit
@@ -354,6 +356,58 @@ def test_functions_that_may_draw_random_numbers_run_in_the_call():
         assert is_right(gradient, batch)
         assert threads[0] in ("MainThread", "megabatch-deferred_0")
         threads.clear()
+
+
+@pytest.mark.parametrize("loss_fn", [losses.mse, losses.next_token, losses.classification, partial(squares)])
+def test_losses_of_the_library_draw_nothing(loss_fn):
+    """A hook of one's own may be inside of anything that looks like the library's."""
+    gradient = accumulator()
+    batch = [{"x": torch.ones(2, 3), "labels": torch.ones(2, dtype=torch.long)}] * 3
+    gradient.prepare(batch, loss_fn)
+    finish(gradient)
+    assert len(gradient._early.batches) == 1
+
+    @functools.wraps(losses.mse.prepare)
+    def own(microbatch: Any) -> Any:
+        raise AssertionError
+
+    for hook in (own, partial(own), _Owner(losses.mse.prepare)):
+        gradient = accumulator()
+        gradient.prepare(batch, loss(weigh=count, prepare=hook)(lambda model, microbatch: squares(model, microbatch)))
+        assert gradient._early is None
+
+
+class _Owner:
+    """A callable of one's own around a hook of the library's."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+
+    def __call__(self, microbatch: Any) -> Any:
+        raise AssertionError
+
+
+def test_mse_is_prepared_early_and_refuses_padding_in_its_call():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1).double()
+    batch = [
+        {"x": torch.ones(3, dtype=torch.float64) * k, "labels": torch.ones(1, dtype=torch.float64)} for k in range(5)
+    ]
+    padded = [{"x": torch.ones(3), "labels": torch.ones(1 + k)} for k in range(2)]
+    found: list[Any] = []
+    for prepares in (False, True):
+        gradient = GradientAccumulator(model, micro_batch_size=2)
+        if prepares:
+            gradient.prepare(batch, losses.mse)
+            assert len(gradient._early.batches) == 1
+        gradient.forward_backward(batch, losses.mse)
+        assert not prepares or not gradient._early.batches, "taken"
+        gradient.finalize()
+        found.append([each.grad.clone() for each in model.parameters()])
+    assert same_bits(*found)
+    gradient.prepare(padded, losses.mse)
+    with pytest.raises(LossContractError, match="were padded with -100"):
+        gradient.forward_backward(padded, losses.mse)
 
 
 def test_an_error_is_raised_in_its_call_alone():
