@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -158,7 +158,7 @@ class GradientAccumulator:
             fit, max_microbatch_tokens = max_microbatch_tokens, "auto"
         limits = check_limits(micro_batch_size, max_microbatch_tokens)
         measures_cost = cost == "measure"
-        cost = check_cost(None if measures_cost else cost)
+        cost = check_cost(None if measures_cost else cost, ' or "measure"')
         self.model = model
         # The wrapper knows how gradients are reduced; nothing below asks for DDP or FSDP by name.
         self._wrapper = detect_wrapper(model, mesh)
@@ -265,9 +265,11 @@ class GradientAccumulator:
     def pin_cost(self, cost: CostModel | None) -> None:
         """Split samples by ``cost`` from the next call on, and measure none.
 
-        None uses the cost of ``fit``, or relative defaults without one.
         ``pin_cost(gradient.cost)`` keeps what ``cost="measure"`` has measured, and the split no longer changes.
+        Raises `PlanError` for None: nothing is measured yet.
         """
+        if cost is None:
+            raise PlanError("pin_cost() was given None, since no cost is measured yet; call it after another update")
         self._planner, self._meter = replace(self._planner, cost=check_cost(cost)), None
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
@@ -1037,7 +1039,7 @@ class GradientAccumulator:
 
         The state is empty if no update is open. With ``shapes`` it also has the shapes, and with ``same_bits="proved"``
         the unit of each parameter, which the next update needs. Both are the same on every rank; save the state with
-        each checkpoint.
+        each checkpoint. With ``cost="measure"`` it has this rank's cost, from which any rank may continue to measure.
 
         Raises:
             PlanError: The wrapper cannot save an open update.
@@ -1049,6 +1051,8 @@ class GradientAccumulator:
                 raise PlanError('same_bits="proved" and state_dict() of an open update; finalize() it before')
             return {"units": [*self._proof.units]}
         state = open_update_state.save_open_update(self._open, self._wrapper)
+        if self._meter is not None and self.cost is not None:
+            state["cost"] = asdict(self.cost)
         return state if self._shapes is None else state | {"shapes": self._shapes.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1057,8 +1061,12 @@ class GradientAccumulator:
         if self._proof is not None:
             self._proof.load_units(state.get("units", []))
             return
+        state = dict(state)
+        cost = state.pop("cost", None)
+        if self._meter is not None and cost is not None:
+            self._meter.cost = CostModel(**cost)
+            self._planner = replace(self._planner, cost=self._meter.cost)
         if self._shapes is not None:
-            state = dict(state)
             self._planner = self._shapes.load(self._planner, state.pop("shapes", []))
         self._open = open_update_state.restore_open_update(
             state, self._wrapper, self._wide, self._new_update(self._wrapper, self._stepping)

@@ -1,7 +1,9 @@
 """A cost that is measured in the updates that run: it decides the split alone, and stays once pinned."""
 
 import copy
+import json
 import math
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,9 +121,40 @@ def test_nothing_changes_inside_of_an_update_or_where_sizes_are_alike() -> None:
 def test_a_copy_measures_on_its_own() -> None:
     gradient, _, _ = trained(slow(LAUNCH, 0), [samples(LENGTHS)] * 3, cost="measure")
     other, cost = copy.deepcopy(gradient), gradient.cost
-    other.pin_cost(None)
+    other.pin_cost(CostModel())
     assert gradient.cost == cost is not None
-    assert other.cost is None
+    assert other.cost == CostModel()
+
+
+def test_nothing_is_pinned_before_it_is_measured() -> None:
+    gradient = GradientAccumulator(slow(LAUNCH, 0), max_microbatch_tokens=CAP, cost="measure")
+    with pytest.raises(PlanError, match="no cost is measured yet"):
+        gradient.pin_cost(gradient.cost)
+    trained_later = trained(slow(LAUNCH, 0), [samples(LENGTHS)] * 3, cost="measure")[0]
+    trained_later.pin_cost(trained_later.cost)
+
+
+def test_a_state_has_the_cost_and_measuring_goes_on() -> None:
+    batches = [samples(LENGTHS), samples([30, 31, 2]), samples([1, 1, 32, 2])]
+    gradient, _, _ = trained(slow(LAUNCH, 0), batches, cost="measure")
+    state = json.loads(json.dumps(gradient.state_dict()))
+    assert state == {"cost": asdict(gradient.cost)}
+    resumed = GradientAccumulator(slow(0, TOKEN), max_microbatch_tokens=CAP, cost="measure")
+    assert resumed.state_dict() == {}
+    resumed.load_state_dict(state)
+    assert resumed.cost == gradient.cost
+    assert resumed.plan(batches[0]) == gradient.plan(batches[0])
+    for _ in range(2):
+        resumed.forward_backward(batches[0], weighed_squares)
+        resumed.finalize()
+    resumed.load_state_dict({})
+    for batch in (*batches, *batches):
+        resumed.forward_backward(batch, weighed_squares)
+        resumed.finalize()
+    assert resumed.cost.seconds(1, 60) == pytest.approx(60 * TOKEN, rel=0.02), "that of the machine of now"
+    given = GradientAccumulator(slow(0, 0), max_microbatch_tokens=CAP)
+    given.load_state_dict(state)
+    assert given.cost is None, "nothing is measured here"
 
 
 # The fit
