@@ -85,6 +85,7 @@ class RunContext:
     update: Update | None = None  # the last one
     values: Mapping[str, float] = field(default_factory=dict[str, float])  # its scalars, on the host
     started: float = 0.0  # when the loop asked for its samples, on time.perf_counter's clock
+    reading_seconds: float = 0.0  # of the host in this update, in which it has read samples and nothing else ran
     row: Row = field(default_factory=dict[str, Any])  # of metrics.jsonl: the update's, or the evaluation's
 
     @property

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megabatch import MegabatchError
 from megabatch.train.autotune.choices import choose_rest, saved_choices
 from megabatch.train.callbacks.checkpointing import identity_of, restore
@@ -77,8 +79,12 @@ def make_update(context: RunContext, batch: Sequence[Any], meanwhile: Callable[[
 
 def prepare_next(context: RunContext) -> None:
     """Read the samples of the next update, and prepare them in a thread unless callbacks may change them."""
+    begun = time.perf_counter()
     with context.heartbeat.reading_ahead(context.step + 2):
         samples = context.updates.read_ahead()
+    # The stream of a GPU is asked, and not waited for: while it has work, reading costs nothing.
+    if context.ranks.device.type != "cuda" or torch.cuda.current_stream(context.ranks.device).query():
+        context.reading_seconds += time.perf_counter() - begun
     if samples and not (context.callbacks.may_split or context.callbacks.may_change):
         context.learner.gradient.prepare(samples, context.loss_fn)
 
@@ -124,6 +130,7 @@ def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
             raise
         if batch is None:
             return
+        context.reading_seconds = time.perf_counter() - context.started
         stop.has_begun = True
         heartbeat.start_update(context.step + 1)
         context.seed = context.ranks.seed(context.config.run.seed, context.step + 1)

@@ -1,5 +1,6 @@
 """The next update is read and prepared while one runs; what is trained is the same, whatever callbacks do."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext
 from megabatch.train.data.updates import Updates
 from megabatch.train.loop import prepare_run, train
+from megabatch.train.records.timing import LoadingCheck
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal
@@ -146,6 +148,47 @@ def test_an_error_is_raised_when_its_update_is_handed_out(tmp_path: Path) -> Non
     assert updates.state_dict() == state
     with pytest.raises(OSError, match="the disk is gone"):
         next(running)
+
+
+SLOW = """
+import time, torch
+
+class Samples:
+    def __len__(self):
+        return 60
+    def __getitem__(self, index):
+        time.sleep(SECONDS)
+        ids = torch.arange(20) % 50
+        return {"input_ids": ids, "labels": ids}
+
+def samples():
+    return Samples()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "is_told"), [(0.05, True), (0.0, False)])
+def test_reading_that_costs_is_told_once_with_its_key(seconds: float, is_told: bool, bench: Bench) -> None:
+    own = bench.path / "slow.py"
+    own.write_text(SLOW.replace("SECONDS", str(seconds)))
+    without = [line for line in bench.recipe.read_text().splitlines() if not line.startswith(("source =", "path ="))]
+    bench.recipe.write_text("\n".join(without))
+    values = {"data__function": f"{own}:samples", "eval__num_samples": 0}
+    (finished,) = bench.finish(**values, run__max_steps=6, optim__schedule="constant")
+    assert finished.status == 0, finished.err
+    told = [line for line in (finished.out + finished.err).splitlines() if "data.num_workers = 2" in line]
+    assert len(told) == is_told, told
+    if is_told:
+        assert re.search(r"nothing was computed in [4-9]\d% of 4 updates, while samples were read; data", told[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_timed"), [([], True), (["--data.num_workers=1"], False), (["--data.look_ahead=1"], False)]
+)
+def test_what_others_read_is_not_timed(keys: list[str], is_timed: bool, bench: Bench) -> None:
+    config = load_config(bench.recipe, keys)
+    context = prepare_run(config, ALONE, StopSignal(speaks=False), Heartbeat(Rendezvous(), None))
+    assert any(isinstance(each, LoadingCheck) for each in context.callbacks.all) == is_timed
 
 
 def test_samples_of_a_function_are_read_in_their_turn(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.context import EVENTS, Callback, RunContext
 from megabatch.train.model.optimizer import follow, rate_factor
 from megabatch.train.records.metrics import Metrics
-from megabatch.train.records.timing import Profiler, RankTiming, Timeline
+from megabatch.train.records.timing import LoadingCheck, Profiler, RankTiming, Timeline
 from megabatch.train.records.update_logs import Manifest, MicrobatchLog
 from megabatch.train.runtime.plugins import blamed, load_function
 
@@ -63,6 +63,8 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
         from megabatch.train.callbacks.hardware_check import HardwareCheck
 
         made.append(HardwareCheck(context))
+    if not config.data.num_workers and config.data.look_ahead is None:
+        made.append(LoadingCheck(context.updates))
     made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context), FinalMessages()]
     return made
 

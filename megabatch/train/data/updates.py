@@ -182,8 +182,13 @@ class Updates:
             batch = mapped(batch, places, lambda sample, place: add_key(sample, update, ids[place]))
         return batch
 
+    @property
+    def max_workers(self) -> int:
+        """The most processes that can read."""
+        return self._source.max_workers
+
     def _deliveries(self) -> Iterator[Delivery]:
-        num_workers = min(self._config.data.num_workers, self._source.max_workers)
+        num_workers = min(self._config.data.num_workers, self.max_workers)
         if num_workers:
             self._ahead = None
             return map(received, from_workers(self._source.loader(self._state, num_workers), self._config))

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megabatch import Plan
 from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext
+from megabatch.train.data.updates import Updates
 from megabatch.train.records.metrics import at_its_place, predict_seconds
 from megabatch.train.runtime.files import TIMELINE, JsonlFile, replace_text
 from megabatch.train.runtime.plugins import in_place_of
@@ -36,6 +37,9 @@ DUMMY, REST, END = "dummy microbatch", "rest", "end"  # REST: microbatches beyon
 WINDOW, SLOW_IN = 10, 8  # updates that are looked back at, and in how many of them a rank is slow that is spoken of
 SLOW = 1.3  # times the mean of the ranks, and times what their samples explain
 MOST_LINES = 8  # of ranks that are found at once
+
+LOOKED_AT = 5  # updates of a start whose reading is timed
+MUCH_READING, LEAST_READING = 0.05, 0.01  # share of their time, and seconds of each, that is spoken of
 
 NUM_OPERATIONS = 30  # in a profiler's table, the longest first
 
@@ -165,6 +169,29 @@ def name_reductions(kinds: Sequence[str], *, with_each: bool) -> list[str]:
         if kind == IDLE and before in (BACKWARD, DUMMY) and (with_each or is_last):
             named[place] = REDUCE
     return named
+
+
+class LoadingCheck(Callback):
+    """Say once, after the first updates of a start, that reading samples takes time that other processes can hide."""
+
+    def __init__(self, updates: Updates) -> None:
+        self._most_workers, self._num_updates = updates.max_workers, 0
+        self._read = self._all = 0.0  # seconds
+
+    def after_update(self, context: RunContext) -> None:
+        """Add up the seconds, but for those of the first update, which also makes what stays; then leave."""
+        self._num_updates += 1
+        if self._num_updates > 1:
+            self._read += context.reading_seconds
+            self._all += time.perf_counter() - context.started
+        if self._num_updates < LOOKED_AT:
+            return
+        context.callbacks = context.callbacks.without(self)
+        if self._read > max(MUCH_READING * self._all, LEAST_READING * (LOOKED_AT - 1)):
+            context.console.warn(
+                f"nothing was computed in {self._read / self._all:.0%} of {LOOKED_AT - 1} updates, while samples were "
+                f"read; data.num_workers = {min(2, self._most_workers)} reads them in other processes, to the same bits"
+            )
 
 
 class RankTiming(Callback):
