@@ -151,8 +151,9 @@ def loss_hooks(loss_fn: LossFunction | JointLoss) -> LossHooks:
 
 def is_own(function: object) -> bool:
     """Return True if megabatch has written the code of a function: the losses and their hooks draw no random number."""
-    code = function.func if isinstance(function, functools.partial) else function
-    return getattr(code, "__globals__", {}).get("__name__", "").startswith("megabatch.")
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith("megabatch.")
 
 
 def terms_of(returned: Any) -> dict[str, Term]:

@@ -96,6 +96,31 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
             "--run.device=cpu --optim.options.fused=true": "optim.options.fused is true, whose bits",
         }.items()
     },
+    **{
+        f"--update.micro_batch_size=2 --update.cost=measure {other}": f"update.cost is 'measure' and {seen} … leave"
+        for other, seen in {
+            "--update.same_bits=true": "update.same_bits is true, by which bits would follow the clock",
+            "--update.one_row": "update.one_row is true, which packs samples by their tokens alone",
+            "--parallel.tp=2": "parallel.tp is 2, whose ranks must split",
+            "--parallel.pp=2": "parallel.pp is 2, whose ranks must split",
+            "--parallel.cp=2": "parallel.cp is 2, whose ranks must split",
+        }.items()
+    },
+    "--update.max_microbatch_tokens=auto --update.cost=measure": "'measure' and … 'auto', which measures … leave",
+    "--update.cost=guess": "update.cost is 'guess'; it must be 'measure'",
+    **{
+        f"--model.compile --update.shapes=4 {other}": f"update.shapes is 4 and {seen} … leave"
+        for other, seen in {
+            "--update.micro_batch_size=2 --update.same_bits=true": "update.same_bits is true, whose microbatches",
+            "--optim.in_backward": "optim.in_backward is true, which would step",
+            "--run.check_hardware_every=2": "run.check_hardware_every is 2, which makes gradients in another cut",
+            "--checkpoint.partial": "checkpoint.partial is true, which makes an update in several calls",
+            "--advice.every=2": "advice.every is 2, which makes an update in several calls",
+            "--parallel.cp=2": "parallel.cp is 2, whose ranks must split their samples alike",
+            "--loss.function=a:b": "loss.function is 'a:b', of which it is not known",
+        }.items()
+    },
+    "--update.shapes=4": "update.shapes is 4, which has no effect without model.compile; set that, or leave",
     "--update.max_microbatch_tokens=auto --update.same_bits=proved": "'proved' and … 'auto', which … leave",
     "--update.same_bits=exact": "update.same_bits is 'exact'; it must be",
     "--model.quantize=nf4": "model.quantize is 'nf4', which has no effect without model.lora; set that, or leave model",

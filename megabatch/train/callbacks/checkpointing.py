@@ -37,7 +37,8 @@ class Checkpointing(Callback):
         whole = StagedLearner(learner, model) if is_pipeline(model.model) else learner
         context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else whole
         context.positions["updates"] = context.updates
-        if config.update.same_bits == "proved":
+        update = config.update
+        if update.same_bits == "proved" or update.cost is not None or update.shapes is not None:
             context.positions["gradient"] = GradientState(learner)
         self._save_every, keep_best = config.run.save_every, config.run.keep_best
         self._minutes = config.run.save_every_minutes if self._save_every is None else None
@@ -110,7 +111,8 @@ def restore(context: RunContext, checkpoint: Path) -> None:
     meta = read_meta(checkpoint)
     check_same_run(checkpoint, meta, dict(context.identity))
     for name, part in context.positions.items():
-        part.load_state_dict(meta[name])
+        if name in meta:  # or the key is new that it belongs to
+            part.load_state_dict(meta[name])
     load(checkpoint, context.saved)
     if meta.get(LEARNED) is not None:
         context.learner.gradient.lower_limit(MicrobatchLimit(*meta[LEARNED]))
@@ -137,7 +139,7 @@ class GradientState:
         self._learner = learner
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, as JSON: the same on every rank, and for any number of them."""
+        """Return the state, as JSON, for any rank: units and shapes are the same on all, and a cost is as good."""
         return self._learner.gradient.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -166,7 +166,7 @@ def evaluate(
     rows = [
         {"step": event.step, **run(samples, update, ranks, console, name=name)} for name, samples in event.sets.items()
     ]
-    return rows if own is None else [*rows, {"step": event.step, "set": OWN, **own_values(own, event)}]
+    return rows if own is None else [*rows, {"step": event.step, "set": OWN, **own_values(own, event, update)}]
 
 
 def evaluate_set(
@@ -188,7 +188,7 @@ def evaluate_set(
     leaves it open; a sample that is longer goes alone. Where all logits are made, fewer tokens are taken at once.
     """
     terms = terms_fn if isinstance(terms_fn, Terms) else Terms(terms_fn)
-    with evaluating(model, name, ranks.device):
+    with evaluating(model, name, ranks.device, eager=update.shapes is not None):
         most = most_tokens(model) if terms.of_tokens else None
         own = split_set(samples, update, ranks, chosen_tokens, most)
         sums, loss_names = sum_terms(model, terms, samples, own, ranks, console, name)
@@ -196,12 +196,19 @@ def evaluate_set(
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module, seed: str, device: torch.device) -> Generator[None]:
-    """Leave no trace of forwards: no gradient; modes, random numbers and shards as before."""
+def evaluating(model: nn.Module, seed: str, device: torch.device, *, eager: bool) -> Generator[None]:
+    """Leave no trace of forwards: no gradient; modes, random numbers and shards as before.
+
+    ``eager``: without the compiler, which would compile every shape.
+    """
     modes = {module: module.training for module in model.modules()}
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(devices))
+            if eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             torch.manual_seed(zlib.crc32(seed.encode()))
             model.eval()
             yield
@@ -290,10 +297,10 @@ def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> 
     return row | {f"eval_{term}": quotient for term, quotient in quotients.items() if term != PAIR_NAME}
 
 
-def own_values(own: Callable[..., Any], event: Event) -> Row:
+def own_values(own: Callable[..., Any], event: Event, update: UpdateConfig) -> Row:
     """Return the numbers of the user's evaluation as columns. It runs as the sets do, without gradients."""
     title = f"eval.function {getattr(own, '__name__', own)!r}"
-    with evaluating(event.model, OWN, event.device), blamed(title):
+    with evaluating(event.model, OWN, event.device, eager=update.shapes is not None), blamed(title):
         values = own(event)
     if not isinstance(values, Mapping):
         raise MegabatchError(f"{title} returned a {type(values).__name__}; return a mapping of names to numbers")

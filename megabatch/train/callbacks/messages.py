@@ -358,7 +358,7 @@ def complete(
     """
     tokens = prompt.to(device)[None]  # [1, T]
     generator = torch.Generator().manual_seed(0)
-    with evaluating(model, "completion", device):
+    with evaluating(model, "completion", device, eager=True):
         for _ in range(num_new_tokens(model, len(prompt), device, wanted)):
             output = model(tokens)
             logits: Tensor = output if isinstance(output, Tensor) else output.logits  # [1, T, V]

@@ -34,6 +34,16 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("update.same_bits", ["optim.in_backward"], "where gradients are gone before their norm is known"),
     ("update.same_bits", ["model.dtype=float64"], "whose sums float64 rounds"),
     ("update.same_bits", ["model.experts"], "which is not tested with it"),
+    ("update.cost", ["update.same_bits"], "by which bits would follow the clock"),
+    ("update.cost", ["update.max_microbatch_tokens=auto"], "which measures the cost itself"),
+    ("update.cost", ["update.one_row"], "which packs samples by their tokens alone"),
+    ("update.cost", ["parallel.tp", "parallel.cp", "parallel.pp"], "whose ranks must split their samples alike"),
+    ("update.shapes", ["update.same_bits"], "whose microbatches hold the same samples on any number of ranks"),
+    ("update.shapes", ["parallel.tp", "parallel.cp", "parallel.pp"], "whose ranks must split their samples alike"),
+    ("update.shapes", ["optim.in_backward"], "which would step while shapes are tried"),
+    ("update.shapes", ["model.experts"], "which tokens that fill up would load"),
+    ("update.shapes", ["run.check_hardware_every"], "which makes gradients in another cut"),
+    ("update.shapes", ["checkpoint.partial", "advice.every"], "which makes an update in several calls"),
     ("eval.function", ["parallel.pp"], "where no rank has a whole model to give it"),
     ("checkpoint.partial", ["parallel.pp"], "of which an open update cannot be saved"),
     ("checkpoint.partial", ["update.on_nonfinite"], "which begins an update again from where it began"),
@@ -57,6 +67,7 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("data.look_ahead", ["data.streaming"], "whose samples are read to be counted"),
     ("data.look_ahead", ["data.num_workers"], "which load an update whole"),
 )
+LOSSES_IN_SHAPES = ("megabatch.losses:next_token", "megabatch.losses:classification")
 NEEDING = (  # a key, and another without which it has no effect
     ("model.options", "model.function"),
     ("model.quantize", "model.lora"),
@@ -65,6 +76,7 @@ NEEDING = (  # a key, and another without which it has no effect
     ("optim.adamw_lr", "optim.name=Muon"),
     ("update.accumulate_dtype", "model.dtype=bfloat16"),
     ("update.memory", "update.max_microbatch_tokens=auto"),
+    ("update.shapes", "model.compile"),
     ("parallel.sequence_parallel", "parallel.tp"),
     ("parallel.loss_parallel", "parallel.tp"),
     ("parallel.schedule", "parallel.pp"),
@@ -89,6 +101,11 @@ def problems(config: Config) -> Iterator[str]:
         if is_given(config, key) and not is_given(config, needed):
             wanted = needed.replace("=", " = ")
             yield f"{said(config, key)}, which has no effect without {wanted}; set that, or leave {key} out"
+    if config.update.shapes is not None and config.loss.function not in LOSSES_IN_SHAPES:
+        yield (
+            f"{said(config, 'update.shapes')} and {said(config, 'loss.function')}, of which it is not known that it "
+            f"leaves out labels of -100; set it to {' or '.join(LOSSES_IN_SHAPES)}, or leave update.shapes out"
+        )
     yield from same_bits_problems(config)
     yield from data_problems(config)
 

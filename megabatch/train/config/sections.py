@@ -130,7 +130,8 @@ class DataConfig(SourceConfig):
     shuffle_window: Count = 10_000
     """Samples of a stream that are shuffled at a time."""
     num_workers: Step = 0
-    """Processes that load samples while the model trains."""
+    """Processes that load samples while the model trains. 0: this one reads the next update while a GPU computes. After
+    its first updates a run says if that takes more than 5 % of the time."""
     look_ahead: Step | None = None
     """Load an update's samples when their microbatch comes, so many microbatches ahead, for images and long text. All
     are read first, to be counted; 256 MiB of them are kept, and the others are read again. None: an update is in memory
@@ -168,6 +169,14 @@ class UpdateConfig(Section):
     """Lay the samples of a microbatch in one row, one after another, so that nothing is padded: with model.attention =
     "flash_attention_2" or "flex_attention". Others compute the whole row against itself, which takes longer than
     padding does."""
+    cost: Literal["measure"] | None = None
+    """"measure": time the microbatches of updates and split samples by that, under a limit that is a number. The
+    gradient is the same, but its last bits follow the clock. A resumed run starts from the checkpoint's cost. None:
+    relative costs, and with a limit of "auto" the measured ones."""
+    shapes: Count | None = None
+    """Fill each microbatch up to one of at most so many shapes, samples x tokens, for which model.compile compiles as
+    many graphs. They are chosen from the first update's samples and kept with the checkpoint. Padded samples compute
+    more tokens. For transformers' models without experts. None: any shape, and a graph for all sizes."""
     sync: (
         Literal["auto", "last", "every", "gather_once", "replica_last"]
         | Annotated[str, Field(pattern=r"^gather_once:[1-9]\d*$")]

@@ -121,7 +121,7 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     source = quantized(source, config, wrapper)
     base = source.model
     precision = precision_text(config.model, wrapper.casts_as, accumulation_of(config.update))
-    words = [source.text, *prepare(base, config.model), precision]
+    words = [source.text, *prepare(base, config.model, config.update.shapes), precision]
     if config.model.lora is not None:
         source = begun(source, config.model, config.run.seed)
     is_split = ranks.layout.tp > 1 or ranks.layout.cp > 1 or ranks.layout.pp > 1  # a rank sees parts of a sample
@@ -245,7 +245,7 @@ def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
         return
     others = (
         "parallel.cp", "parallel.tp", "parallel.pp", "optim.in_backward", "checkpoint.partial", "advice.every",
-        "update.on_nonfinite=skip_microbatch", "update.same_bits",
+        "update.on_nonfinite=skip_microbatch", "update.same_bits", "update.cost", "update.shapes",
     )  # fmt: skip
     for other in given(config, others):
         raise MegabatchError(
@@ -276,8 +276,11 @@ def in_precision(loss_fn: Any, config: ModelConfig, laid: ParallelModel, device:
     return in_place_of(loss_fn, computed)
 
 
-def prepare(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Adapt, freeze, recompute and compile as the recipe says, before the model is wrapped. Return descriptions."""
+def prepare(model: nn.Module, config: ModelConfig, num_shapes: int | None = None) -> list[str]:
+    """Adapt, freeze, recompute and compile as the recipe says, before the model is wrapped. Return descriptions.
+
+    Layers share their graphs: one for each of ``num_shapes``, or for all sizes.
+    """
     words = choose_trained(model, config)
     if config.activation_checkpointing:
         for each in models_of(model):
@@ -288,7 +291,9 @@ def prepare(model: nn.Module, config: ModelConfig) -> list[str]:
         check_compiler()
         layers = [layer for each in models_of(model) for layer in list(blocks_of(each).values()) or [each]]
         for layer in layers:
-            layer.compile()
+            layer.compile(dynamic=None if num_shapes is None else False)
+        if num_shapes is not None:  # torch runs further ones without a graph; longer samples may add shapes
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * num_shapes)
         words.append(f"compiled: {len(layers)} layers" if layers[0] is not model else "compiled as a whole")
     model.train()
     return words

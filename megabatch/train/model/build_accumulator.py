@@ -23,9 +23,11 @@ KEYS = {  # the library's name of a setting → the recipe's
     "step_in_backward()": "optim.in_backward",
     **{
         name: f"update.{name}"
-        for name in ("sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype", "same_bits")
+        for name in (
+            "cost", "shapes", "sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype", "same_bits",
+        )
     },
-}
+}  # fmt: skip
 NAMED = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, KEYS))})(?!\w)")
 
 
@@ -49,10 +51,12 @@ def build_accumulator(
             micro_batch_size=config.update.micro_batch_size,
             max_microbatch_tokens=config.update.max_microbatch_tokens if limit is None else limit,
             memory_bytes=memory_bytes_of(config),
+            cost=config.update.cost,
             sync=sync or config.update.sync,
             accumulate_dtype=accumulation_of(config.update),
             same_bits=config.update.same_bits,
             collate=collate_of(config),
+            shapes=config.update.shapes,
         )
     gradient.lower_limit(load_oom_limit(config.run))
     return gradient

@@ -85,6 +85,11 @@ def check_planned(config: Config, world: int) -> None:
         raise MegabatchError(
             "optim.in_backward is true, which the plan does not simulate; plan without it: gradients then count in full"
         )
+    if config.update.shapes is not None:
+        raise MegabatchError(
+            f"update.shapes is {config.update.shapes}, and the plan does not count tokens that fill microbatches up; "
+            "plan without it: no microbatch is larger"
+        )
     if config.parallel.cpu_offload:
         raise MegabatchError(
             "parallel.cpu_offload is true, whose time the plan does not estimate; plan without it: parameters, "
