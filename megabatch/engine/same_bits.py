@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +202,7 @@ class SameBitsUpdate(OpenUpdate):
             self._parts[name] = self._parts[name] + parts if name in self._parts else parts
         return detached
 
-    def sums_over_ranks(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def sums_over_ranks(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the totals and weights of all ranks, exactly. Collective; the message has a fixed size."""
         # A rank without a term sends zeros, so that all messages have one shape.
         mine = torch.zeros(MAX_TERMS, 2, len(GRIDS), dtype=self._dtype, device=self._device)
@@ -286,7 +286,10 @@ class ProvedGradients(ExactGradients):
     @staticmethod
     def are_same(before: Mapping[str, Term], after: Mapping[str, Term]) -> bool:
         """Return True if the sums of two runs of a call have the same bits, those of NaN too."""
-        bits = [[torch.stack(term).view(torch.int32).tolist() for term in each.values()] for each in (before, after)]
+        bits = [
+            [torch.stack(cast(tuple[Tensor, Tensor], term)).view(torch.int32).tolist() for term in each.values()]
+            for each in (before, after)
+        ]
         return list(before) == list(after) and bits[0] == bits[1]
 
     def agree_on_units(self, ranks: DataRanks) -> bool:

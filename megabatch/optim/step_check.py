@@ -53,7 +53,7 @@ def verify_step(model: nn.Module, optimizer: Optimizer) -> StepVerification:
         PlanError: The optimizer has no parameter of the model, or cannot be copied.
     """
     held = {each for group in optimizer.param_groups for each in group["params"]}
-    names = {each: name for name, each in model.named_parameters() if each in held}
+    names: dict[Tensor, str] = {each: name for name, each in model.named_parameters() if each in held}
     if not names:
         raise PlanError(f"{type(optimizer).__name__} has no parameter of the model; give the model that it steps")
     own, whole = (_stepped(optimizer, names, change) for change in (_own, _whole))

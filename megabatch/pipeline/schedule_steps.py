@@ -38,7 +38,8 @@ class ScheduleStep(NamedTuple):
 class SchedulePlanner(MicrobatchPlanner):
     """Splits samples into schedule steps by length, the longest first, and each step into microbatches.
 
-    One of the two limits is a number: a pipeline refuses "auto". A step of m microbatches over S stages costs (m + S - 1) times one microbatch of its shape.
+    One of the two limits is a number: a pipeline refuses "auto". A step of m microbatches over S stages costs
+    (m + S - 1) times one microbatch of its shape.
     """
 
     pipeline: Pipeline | None = None

@@ -342,7 +342,6 @@ class PipelineWrapper(MultiModelWrapper):
 
     is_pipeline = True
     kind_name = "a pipeline"
-    may_pause = False  # a schedule created inside an update drops FSDP2's sums
 
     def __init__(self, pipeline: Pipeline, wrappers: Sequence[Wrapper]) -> None:
         super().__init__(wrappers, frozen=())
@@ -370,6 +369,10 @@ class PipelineWrapper(MultiModelWrapper):
                 f"sync is {policy!r}, but a pipeline reduces once per call, after its last microbatch; leave sync out"
             )
         return "last", "the schedule of a pipeline runs the microbatches together, and reduces once after the last"
+
+    @property
+    def may_pause(self) -> bool:
+        return False  # a schedule created inside an update drops FSDP2's sums
 
     def hold_reduction(self, policy: str) -> None:
         """Do nothing: the schedule of each call reduces at its end."""

@@ -293,7 +293,7 @@ def prepare(model: nn.Module, config: ModelConfig, num_shapes: int | None = None
         for layer in layers:
             layer.compile(dynamic=None if num_shapes is None else False)
         if num_shapes is not None:  # torch runs further ones without a graph; longer samples may add shapes
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * num_shapes)
+            torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 2 * num_shapes)
         words.append(f"compiled: {len(layers)} layers" if layers[0] is not model else "compiled as a whole")
     model.train()
     return words

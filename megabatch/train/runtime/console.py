@@ -129,7 +129,7 @@ class Console:
         """Say one in some updates, and show the last on the bar. Lines of fast updates wait, to be logged together."""
         if not self._enabled:
             return
-        step, is_due = row["step"], time.monotonic() >= self._next_write
+        step, is_due = int(row["step"]), time.monotonic() >= self._next_write
         every = self._every or 10 ** max(0, len(str(step)) - 2)
         if step % every == 0 or step in (1, self._num_updates) or self._is_verbose or row["loss"] is None:
             line = f"update {step:>4}  {update_words(row, self._loss_digits)}"

@@ -257,7 +257,7 @@ def _key_of(rank: int) -> str:
 
 def frames_of_main() -> Iterator[str]:
     """Yield the files of the main thread's frames, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         yield frame.f_code.co_filename
         frame = frame.f_back

@@ -135,7 +135,8 @@ def init_ranks(rendezvous: Rendezvous, config: Config) -> Ranks:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = collective_timeout(config.run)
         # Of the groups that meshes and the library make, too.
-        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+        distributed_c10d.default_pg_timeout = timeout
+        distributed_c10d.default_pg_nccl_timeout = timeout  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size, timeout=timeout)
     return Ranks(rendezvous.rank, rendezvous.size, device, layout, rendezvous.job)
 
