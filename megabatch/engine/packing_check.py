@@ -1,6 +1,7 @@
 """Check that samples of one row, packed or branches of a tree, do not see each other, by a trial: no config says it."""
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import IDS, POSITIONS, Padding, is_causal, with_config
+from megabatch.batching.padding import IDS, POSITIONS, Padding, find_mixing_causes, is_causal, with_config
 from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
 from megabatch.batching.tree import to_device
 from megabatch.engine.call import first_failure
@@ -44,6 +45,12 @@ def check_packing(wrapper: Wrapper, collate: OneRow | SharedPrefix, limits: Sequ
             "SharedPrefix is given without max_microbatch_tokens, by which trees are cut; give it as a number, not "
             '"auto"'
         )
+    for cause, most_tokens in find_mixing_causes(wrapper.models[0]):
+        if (limits[1] or math.inf) > most_tokens > 0:  # a short trial does not see it
+            raise PlanError(
+                f"{name} is given and {cause}, so that a long sample changes those beside it; give "
+                f"max_microbatch_tokens={most_tokens}, or leave {name} out"
+            )
     _check_on_all_ranks(wrapper.models[0], wrapper.device, ranks, collate)
 
 

@@ -17,6 +17,7 @@ SAMPLE = {"input_ids": THREE, "labels": THREE}
 NO_BEGINNING = "position_ids … with 0"
 COUNTS_ROWS = "counts 1 in … and 2 in"
 MASKED = "attention_mask … past_key_values … position_ids"
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -149,6 +150,10 @@ FAILURES = {
     "an optimizer that steps in backward, in one row": Failure("OneRow", stepping),
     "a model that goes by places, in one row": Failure(
         "OneRow … attention_chunk_size … position_ids", lambda: accumulator(of_llama4())
+    ),
+    "rotary positions that go by the longest row": Failure(
+        "OneRow … dynamic … max_microbatch_tokens=32",
+        lambda: accumulator(model_of("llama", max_position_embeddings=32, rope_parameters=DYNAMIC)),
     ),
     "a cache, in one row": Failure(
         "position_ids", lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_cache)), LossContractError
