@@ -540,12 +540,13 @@ class GradientAccumulator:
             LossContractError: A loss that breaks its contract.
             MegabatchError: A call inside another one, or an update that was lost or changed by other code.
         """
-        if self._tuner is not None and not (self._running or self._is_lost or self._loop):
+        is_open = self._planner.fit is None or isinstance(loss_fn, JointLoss)  # a limit that is "auto"
+        if self._tuner is not None and is_open and not (self._running or self._is_lost or self._loop):
             self.tune(batch, loss_fn)
         if self._shapes is not None and not (self._shapes.is_settled or self._running or self._is_lost or self._loop):
             self._choose_shapes(batch, loss_fn)
         sums: dict[str, Term] = {}
-        with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan) as call:
+        with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan, tunes=True) as call:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
                 sums = self._run_together(loss_fn, call)
             else:
@@ -768,9 +769,12 @@ class GradientAccumulator:
 
     @contextlib.contextmanager
     def _open_call(
-        self, batch: Batch, loss_fn: object, hooks: LossHooks, given: Plan | None = None
+        self, batch: Batch, loss_fn: object, hooks: LossHooks, given: Plan | None = None, *, tunes: bool = False
     ) -> Generator["_Call"]:
-        """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update."""
+        """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update.
+
+        With ``tunes``, a measured limit that the samples of any rank have outgrown is measured anew, on all ranks.
+        """
         if self._running or self._is_lost or self._loop is not None:
             self._refuse_to_add()
         wrapper, ownership, order = self._wrapper, self._ownership, self._wrapper.collective_order
@@ -793,13 +797,25 @@ class GradientAccumulator:
                 prepared = planner.prepare(batch, hooks, given)
         except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
             failure = error
+        is_outgrown = (
+            tunes and self._tuner is not None and self._tuner.is_outgrown(self._planner, batch, prepared, self._open)
+        )
         try:
-            agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn))
+            agreement = agree_on_call(
+                wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn), is_outgrown=is_outgrown
+            )
         except MegabatchError as error:
             if error.loses_update:  # found on any rank: the gradients no longer belong to this update
                 self._open, self._is_lost = None, True
                 self._wide.discard()
             raise
+        if agreement.is_outgrown:
+            prepared = None  # whose memory is not to be measured
+            self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
+            self.fit = self._planner.fit
+            with self._open_call(batch, loss_fn, hooks, given) as call:
+                yield call
+            return
         assert prepared is not None  # else its failure was raised
         if wrapper.is_pipeline:
             from megabatch.pipeline.run import fill_up_schedule

@@ -20,7 +20,7 @@ from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Samples
 from megabatch.engine import random_state
-from megabatch.engine.call import MicrobatchPlanner, first_failure
+from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, first_failure
 from megabatch.engine.error_broadcast import guard_memory
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
@@ -103,6 +103,24 @@ class MicrobatchTuner:
                 f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
                 "first call or to tune(), or give max_microbatch_tokens="
             )
+
+    def is_outgrown(
+        self, planner: MicrobatchPlanner, batch: Batch, prepared: PreparedBatch | None, opened: OpenUpdate | None
+    ) -> bool:
+        """Return true if this rank's samples may need another limit, which `fitted` then decides on all ranks.
+
+        ``prepared`` are the samples, or None where they could not be prepared by the limit of now.
+        """
+        fit = planner.fit
+        if fit is None or _has_gradients(opened):
+            return False
+        try:
+            lengths = planner.samples(batch).lengths if prepared is None else prepared.samples.lengths
+        except Exception:  # the error for which they were not prepared
+            return False
+        longest, rows = max(lengths, default=-1), len(lengths)
+        is_new = self._measured is None and longest == fit.longest_tokens  # of a limit that was chosen elsewhere
+        return is_new or longest > fit.longest_tokens or fit.is_outgrown(rows, rows * longest)
 
     def fitted(
         self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None

@@ -313,12 +313,14 @@ class CallAgreement:
     weights: dict[str, float]  # by weighed term; empty without weigh
     dummy: Callable[[], Microbatch] | None  # makes a dummy microbatch, for a rank that has fewer than the others
     compares_order: bool = False  # ranks compare each collective of the call before it begins
+    is_outgrown: bool = False  # a rank's samples need another limit: nothing else is agreed on
 
 
 class RankReport(NamedTuple):
     """Numbers that a rank reports to the others about its part of a call."""
 
     failed: float
+    is_outgrown: float  # the samples need another limit than the measured one
     num_microbatches: float
     num_samples: float
     num_tokens: float
@@ -344,7 +346,7 @@ class MicrobatchStep:
 
 def agree_on_call(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None, weigh: Weigh | None,
-    remembered: Callable[[], Microbatch | None],
+    remembered: Callable[[], Microbatch | None], *, is_outgrown: bool = False,
 ) -> CallAgreement:  # fmt: skip
     """Agree with the other ranks on a call. This takes one message between hosts, and none for a single rank.
 
@@ -354,11 +356,14 @@ def agree_on_call(
         failure: The error that prevented it. It is raised on all ranks, so that none is left waiting.
         weigh: Counts the weights of the loss.
         remembered: Returns a dummy microbatch from an earlier call with this loss, or None if there was none.
+        is_outgrown: This rank's samples need another limit than the measured one.
     """
     ranks = wrapper.ranks
-    if ranks.is_alone and prepared is None:
+    if ranks.is_alone and prepared is None and not is_outgrown:
         raise cast(Exception, failure)
-    reports = [] if ranks.is_alone else _exchange_reports(wrapper, prepared, failure, remembered)
+    reports = [] if ranks.is_alone else _exchange_reports(wrapper, prepared, failure, remembered, is_outgrown)
+    if is_outgrown or any(each.is_outgrown for each in reports):
+        return CallAgreement(0, 0, 0, {}, None, is_outgrown=True)
     assert prepared is not None  # else its failure was raised
     num_microbatches, samples = len(prepared.plan.microbatches), prepared.samples
     if ranks.is_alone:
@@ -423,24 +428,25 @@ def agree_on_weights(ranks: DataRanks, weights: object, failure: Exception | Non
 
 def _exchange_reports(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None,
-    remembered: Callable[[], Microbatch | None],
+    remembered: Callable[[], Microbatch | None], is_outgrown: bool,
 ) -> list[RankReport]:  # fmt: skip
-    """Return the reports of all ranks. An error on one rank is raised on all ranks."""
+    """Return the reports of all ranks. An error on one rank is raised on all ranks, unless a limit is outgrown."""
     ranks, num_fields = wrapper.ranks, len(RankReport._fields) - 1
-    message = [1.0] + [0.0] * (num_fields - 1 + MAX_WEIGHED_TERMS)
+    message = [1.0, float(is_outgrown)] + [0.0] * (num_fields - 2 + MAX_WEIGHED_TERMS)
     try:
         if prepared is not None:
-            *numbers, weights = _report(prepared, wrapper, len(prepared.samples) > 0 or remembered() is not None)
+            has_sample = len(prepared.samples) > 0 or remembered() is not None
+            *numbers, weights = _report(prepared, wrapper, has_sample, is_outgrown)
             message = [*numbers, *weights, *[0.0] * (MAX_WEIGHED_TERMS - len(weights))]
     except Exception as error:  # the user's loading may raise anything, and the other ranks must know
         failure = error
     reports = [RankReport(*row[:num_fields], weights=row[num_fields:]) for row in ranks.exchange_numbers(message)]
-    if any(each.failed for each in reports):
+    if any(each.failed for each in reports) and not any(each.is_outgrown for each in reports):
         raise first_failure(ranks, failure)
     return reports
 
 
-def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> RankReport:
+def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool, is_outgrown: bool) -> RankReport:
     """Return this rank's report of a call."""
     samples, sums, ranks = prepared.samples, prepared.weight_sums, wrapper.ranks
     shares_samples = ranks.num_all > ranks.degree
@@ -448,6 +454,7 @@ def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> Rank
     keys = samples.keys() if wrapper.forwards_meet else ()
     return RankReport(
         failed=0.0,
+        is_outgrown=float(is_outgrown),
         num_microbatches=float(len(prepared.plan.microbatches)),
         num_samples=float(len(samples.lengths)),
         num_tokens=float(samples.num_tokens),

@@ -89,6 +89,21 @@ def of_opened(name: str) -> dict[str, int]:
     return _counted(update)
 
 
+def of_tuned(name: str) -> dict[str, int]:
+    """The job "tuned:wrapper:calls": the same where the limit is measured, in the updates after."""
+    _, wrapper, calls = name.split(":")
+    gradient = GradientAccumulator(wrapped(wrapper), max_microbatch_tokens="auto")
+
+    def update() -> None:
+        for _ in range(int(calls)):
+            gradient.forward_backward(batch(ROWS), squares)
+        gradient.finalize()
+
+    update()
+    assert gradient.fit is not None
+    return _counted(update, int(calls))
+
+
 def of_pytorch(name: str) -> dict[str, int]:
     """The job "pytorch:wrapper": one microbatch of a loop without megabatch."""
     model = wrapped(name.split(":")[1])
@@ -181,6 +196,7 @@ def of_snippet(name: str) -> None:
 
 JOBS = {
     "opened": of_opened,
+    "tuned": of_tuned,
     "pytorch": of_pytorch,
     "model": of_model,
     "held": of_held,

@@ -24,6 +24,9 @@ of_every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{s
 HELD = ((2, "plain"), (2, "ddp"), (2, "ddp-find-unused"), (2, "replicate"), (2, "fsdp2"), (4, "hsdp"), (2, "fsdp1"))
 
 
+TUNED = ("plain", "ddp", "fsdp2")
+
+
 def _opened(wrapper: str, calls: int) -> str:
     return f"opened:{wrapper}:{'replica_last' if wrapper == 'hsdp' else 'last'}:2:{calls}"
 
@@ -38,6 +41,7 @@ def _jobs(world: int) -> list[str]:
     jobs += [f"{wrapper}:auto:3:2" for wrapper in wrappers]
     jobs += [_opened(wrapper, calls) for its, wrapper in HELD if its == world for calls in (1, 3)]
     jobs += [f"held:{policy.wrapper}:{policy.sync}" for policy in policies]
+    jobs += [f"tuned:{wrapper}:1" for wrapper in TUNED if world == 2]
     return [*jobs, *(["pytorch:tp", "pytorch:tp-sp"] if world == 4 else []), *(["order:ddp"] if world == 2 else [])]
 
 
@@ -87,6 +91,12 @@ def test_one_message_per_call_and_one_per_update(found, policy: Policy, world: i
     model = found(f"model:{policy.wrapper}", world)
     assert counts["message"] == messages(policy.wrapper, model["axes"], model["data_axes"], shape[1])
     assert counts["message_bytes"] < 1024 * world * counts["message"]
+
+
+@pytest.mark.parametrize("wrapper", TUNED)
+def test_a_limit_that_is_known_costs_no_message(found, wrapper: str) -> None:
+    sync = AUTO[wrapper]
+    assert found(f"tuned:{wrapper}:1", 2)["message"] == found(f"{wrapper}:{sync}:1:1", 2)["message"]
 
 
 @pytest.mark.parametrize(("world", "wrapper"), HELD)

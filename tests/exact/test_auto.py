@@ -162,6 +162,26 @@ def run_short(name: str) -> dict[str, Any]:
     return {"bound": fit.max_microbatch_tokens, "longest": fit.longest_tokens, "rows": rows}
 
 
+def run_grown(name: str) -> list[int]:
+    """Give one rank samples that are longer than any before, in two calls; return the longest that is known after each.
+
+    The last sample is longer than the limit too.
+    """
+    wrapper, world, _ = name.split(":")
+    gradient = GradientAccumulator(model_in(wrapper), max_microbatch_tokens="auto")
+    found: list[int] = []
+    for step, longest in enumerate((0, LONGEST + 1, 0, 200 * LONGEST)):
+        batch = update(0, dist.get_rank(), int(world))[:9]
+        if longest and dist.get_rank() == step % int(world):
+            ids = torch.arange(longest) % VOCABULARY
+            batch.append({"input_ids": ids, "labels": ids})
+        gradient.forward_backward(batch, loss_fn)
+        gradient.finalize()
+        assert gradient.fit is not None
+        found.append(gradient.fit.longest_tokens)
+    return found
+
+
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
@@ -180,6 +200,8 @@ JOBS = [
     "replicate:2:auto", "tp:2:auto", "fsdp1:2:auto", "fsdp1:2:last",
 ]  # fmt: skip
 results = of_ranks("tests.exact.test_auto:run_job", JOBS)
+GROWN = ["plain:1:", "ddp:2:", "fsdp2:2:", "plain:3:"]
+grown = of_ranks("tests.exact.test_auto:run_grown", GROWN)
 MEASURED = ["plain:1:", "plain:2:", "plain:3:", "ddp:2:", "fsdp2:2:", "fsdp2:3:"]
 measured = of_ranks("tests.exact.test_auto:run_measured", MEASURED)
 SHORT = ["plain:2:", "ddp:2:", "plain:3:"]
@@ -197,6 +219,14 @@ def test_same_bits_and_the_same_bound_on_every_rank(results, job: str) -> None:
     assert values[0]["microbatches"] > 1, "the cap is to cut"
     assert values[0]["measured"][:2] == [1, 8]
     assert values[0]["longest"] == max(value["longest"] for value in values) <= LONGEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", some(GROWN, 2))
+def test_a_longer_sample_of_one_rank_is_measured_on_all(grown, job: str) -> None:
+    values = grown(job)
+    assert all(value == values[0] for value in values)
+    assert values[0][1:] == [LONGEST + 1, LONGEST + 1, 200 * LONGEST]
 
 
 @pytest.mark.slow
