@@ -811,7 +811,7 @@ class GradientAccumulator:
             raise
         if agreement.is_outgrown:
             prepared = None  # whose memory is not to be measured
-            self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
+            self._planner = cast(Any, self._tuner).fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
             with self._open_call(batch, loss_fn, hooks, given) as call:
                 yield call
