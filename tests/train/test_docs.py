@@ -9,6 +9,7 @@ import pytest
 from megabatch.train.config import Config
 from megabatch.train.config.keys import known_keys
 from megabatch.train.config.recipe import load_config
+from megabatch.train.config.sections import FUNCTION
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 BLOCKS = re.findall(r"^```toml\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
@@ -32,7 +33,7 @@ def test_a_recipe_of_the_guide_is_valid(block: str, tmp_path: Path) -> None:
 
 
 def test_the_table_of_own_parts_names_every_key_that_takes_a_function() -> None:
-    keys = {key for key, kind in known_keys().items() if "pattern=" in str(kind)}
+    keys = {key for key, kind in known_keys().items() if FUNCTION in str(kind)}
     named = set(re.findall(r"`(\w+\.\w+)`", GUIDE.partition("## Your own parts")[2].partition("Each is")[0]))
     assert keys <= named
     assert len(keys) >= 8

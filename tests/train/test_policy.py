@@ -215,9 +215,10 @@ def test_another_layout_chooses_anew(bench: Bench) -> None:
         (2, {"parallel__wrapper": "replicate"}),
         (2, {"update__micro_batch_size": 4}),
         (2, {"update__sync": "last"}),
+        (2, {"update__sync": "gather_once:2"}),
         (2, {"parallel__wrapper": "none", "parallel__pp": 2, "model__config__tie_word_embeddings": "false"}),
     ],
-    ids=["one process", "ddp", "replicate", "one microbatch", "stated", "pipeline"],
+    ids=["one process", "ddp", "replicate", "one microbatch", "stated", "a part", "pipeline"],
 )
 def test_where_nothing_is_open_nothing_is_said(bench: Bench, ranks: int, values: dict[str, Any]) -> None:
     said = bench.train(ranks=ranks, **{**SHARDED, **values}, run__max_steps=1)
