@@ -26,8 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from megabatch.engine.call import CallAgreement
+from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
-from megabatch.losses.contract import JointLoss, LossFunction, differentiable, terms_of
+from megabatch.losses.contract import PAIR_NAME, JointLoss, LossFunction, differentiable, loss_hooks, terms_of
 from megabatch.simulate.allocator import Reserved, reserved
 from megabatch.simulate.devices import Device, device_named
 from megabatch.simulate.fake_cluster import (
@@ -143,6 +145,7 @@ def simulate(
     sync: str = "auto",
     max_norm: float | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    step_in_backward: bool = False,
     device: Device | str = "h100-80g",
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     run_all: bool = False,
@@ -160,6 +163,7 @@ def simulate(
         sync: As for `GradientAccumulator`.
         max_norm: As for `GradientAccumulator.finalize`.
         accumulate_dtype: As for `GradientAccumulator`.
+        step_in_backward: Step the optimizer in the last backward, as `GradientAccumulator.step_in_backward` does.
         device: The rank's device, by name or as a `Device`.
         around: Makes a context manager around each forward and backward, for example torch's loss_parallel.
         run_all: Run every microbatch. False: run two of them, and count the second for the others.
@@ -179,7 +183,7 @@ def simulate(
         models = check_model(model)
         ledger = Ledger(place, axes, _host_categories(models))
         run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
-        with run.tagging():
+        with run.tagging(step_in_backward=step_in_backward):
             run.update(make_batch, loss_fn, max_norm, num_run, around)
             run.begin_second()
             run.update(make_batch, loss_fn, max_norm, num_run, around)
@@ -230,7 +234,7 @@ class _Run:
         sync: str,
     ) -> None:
         self._model, self._models, self._ledger = model, models, ledger
-        self._fake = FakeMode()
+        self._fake, self._stepping = FakeMode(), cast(StepInBackward | None, None)
         with self._fake, ledger:
             give_fake_memory(self._models)
             for each in self._models:
@@ -250,10 +254,12 @@ class _Run:
         return [parameter for model in self._models for parameter in model.parameters()]
 
     @contextlib.contextmanager
-    def tagging(self) -> Generator[None]:
-        """Tag gradients, buckets and shards during the updates."""
+    def tagging(self, *, step_in_backward: bool) -> Generator[None]:
+        """Tag gradients, buckets and shards during the updates, and step in their last backward if asked to."""
         hooks = [each.register_post_accumulate_grad_hook(self._tag_gradient) for each in self._wrapper.parameters]
         hooks += [each.module.register_forward_pre_hook(self._tag_buckets) for each in self._replicas()]
+        if step_in_backward:  # its hook comes after the tag's, and its trial of the optimizer has real numbers
+            self._stepping = StepInBackward(self._optimizer, self._wrapper)
         try:
             with self._fake, self._ledger, tagging_shards(self._ledger):
                 yield
@@ -279,12 +285,17 @@ class _Run:
         wrapper, ledger = self._wrapper, self._ledger
         drop_gradients(wrapper.parameters)
         self._wide.begin()
+        if self._stepping is not None:
+            self._stepping.check_finalize(max_norm, None)
+            weights = {} if loss_hooks(loss_fn).weigh is None else {PAIR_NAME: 1.0}
+            self._stepping.prepare_call(CallAgreement(num, num, num, weights, None), number=1)
         for index in range(num):
             with wrapper.microbatch(self.policy, last=index == num - 1), around():
                 ledger.enter_phase(f"forward {index + 1}", "activations")
                 objective = _sum_totals(loss_fn(self._model, make_batch())) * wrapper.loss_factor
                 ledger.enter_phase(f"backward {index + 1}", "temporaries")
-                objective.backward()
+                with nullcontext() if self._stepping is None else self._stepping.backward(index):
+                    objective.backward()
                 del objective
             ledger.tag((each.grad for each in wrapper.parameters), "gradients")
         ledger.enter_phase("step", HOST if ledger.log.on_host - {HOST} else "temporaries")

@@ -46,7 +46,7 @@ class Run:
     tokens: int = 128
     microbatches: int = 1
     sync: str = "last"
-    optimizer: str = "adamw-foreach"
+    optimizer: str = "adamw-foreach"  # "adamw-foreach-in-backward" steps in the last backward
     precision: str = "float32"  # or "bfloat16", or "mixed": FSDP2 computes in bfloat16 and reduces in float32
     recompute: str = "no"  # or "yes", or "selective"
 
@@ -65,6 +65,14 @@ class Run:
     @property
     def world(self) -> int:
         return 4 if self.wrapper == "hsdp" else 2 if self.axes else 1
+
+    @property
+    def steps_in_backward(self) -> bool:
+        return self.optimizer.endswith("-in-backward")
+
+    @property
+    def max_norm(self) -> float | None:
+        return None if self.steps_in_backward else 1.0
 
     @property
     def steady_after(self) -> int:
@@ -111,7 +119,7 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
 def optimizer_of(model: nn.Module, run: Run) -> torch.optim.Optimizer:
     if run.optimizer in QUANTIZED_OPTIMIZERS:
         return QuantizedAdam(model.parameters(), run.optimizer)
-    kind, _, way = run.optimizer.partition("-")
+    kind, way, *_ = run.optimizer.split("-")
     options: dict[str, Any] = {"lr": 1e-4, "foreach": way == "foreach", "fused": way == "fused"}
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=0.0, **options)
@@ -140,8 +148,10 @@ def predicted(run: Run, **options: Any) -> Simulated:
 
     return simulate(
         make_model, lambda model: optimizer_of(model, run), microbatch, losses.next_token,
-        **{"axes": run.axes, "num_microbatches": run.microbatches, "sync": run.sync, "max_norm": 1.0, "device": "cpu"}
-        | options,
+        **{
+            "axes": run.axes, "num_microbatches": run.microbatches, "sync": run.sync, "max_norm": run.max_norm,
+            "step_in_backward": run.steps_in_backward, "device": "cpu",
+        } | options,
     )  # fmt: skip
 
 
@@ -155,11 +165,13 @@ class Real:
         self.model = wrapped(llama(run), run, mesh, DistributedDataParallel)
         self.optimizer = optimizer_of(self.model, run)
         self.gradient = GradientAccumulator(self.model, micro_batch_size=run.rows, sync=run.sync, mesh=mesh)
-        self.batch = batch_of(run, run.microbatches)
+        if run.steps_in_backward:
+            self.gradient.step_in_backward(self.optimizer)
+        self.batch, self.max_norm = batch_of(run, run.microbatches), run.max_norm
 
     def update(self) -> None:
         self.gradient.forward_backward(self.batch, losses.next_token)
-        assert self.gradient.finalize(max_norm=1.0).finite
+        assert self.gradient.finalize(max_norm=self.max_norm).finite
         self.optimizer.step()
 
 

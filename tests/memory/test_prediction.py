@@ -33,6 +33,13 @@ COUNTED = {
     "large vocabulary": Run("wide", rows=16, microbatches=2),
     "large vocabulary, fsdp2": Run("wide", "fsdp2", 16, microbatches=2, precision="mixed"),
 }
+IN_BACKWARD = "adamw-foreach-in-backward"
+COUNTED |= {
+    "in backward": Run(rows=1, tokens=32, optimizer=IN_BACKWARD),
+    "in backward, two": Run(rows=1, tokens=32, microbatches=2, optimizer=IN_BACKWARD),
+    "in backward, fsdp2": Run("25m", "fsdp2", 1, 32, 1, "every", optimizer=IN_BACKWARD),
+    "in backward, fsdp2, last": Run("toy", "fsdp2", 2, 16, 2, "last", IN_BACKWARD),
+}
 MARGIN = 0.05
 MESSAGES = (2, 848, 424)  # calls, bytes gathered, bytes sent; of two ranks
 FEWER_MESSAGES = (1, 272, 136)  # of ranks with the same samples
@@ -94,6 +101,12 @@ def test_without_buckets_ddp_would_be_predicted_wrong(counted: dict[str, Any], m
 def test_without_resized_storages_fsdp2_would_be_predicted_wrong(counted: dict[str, Any], monkeypatch) -> None:
     monkeypatch.setattr(Ledger, "_watch_resize", lambda ledger, resize: resize)
     ratio = simulated_anew(COUNTED["fsdp2 every"]).peak_bytes / counted["fsdp2 every"]["peak_bytes"]
+    assert ratio > 1 + MARGIN, ratio
+
+
+@pytest.mark.parametrize("name", ["in backward", "in backward, fsdp2"])
+def test_a_step_after_the_backward_would_be_predicted_wrong(counted: dict[str, Any], name: str) -> None:
+    ratio = predicted(COUNTED[name], step_in_backward=False).peak_bytes / counted[name]["peak_bytes"]
     assert ratio > 1 + MARGIN, ratio
 
 

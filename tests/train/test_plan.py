@@ -92,6 +92,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "update__global_batch_size": 8}),
     "cp": (4, {"parallel__cp": 4, "model__config__num_key_value_heads": 2}),
     "cp, recomputed": (2, {"parallel__cp": 2, "model__activation_checkpointing": "true"}),
+    "in backward": (1, {"optim__in_backward": "true", "update__max_norm": "none"}),
+    "in backward, fsdp2": (
+        2, {"optim__in_backward": "true", "update__max_norm": "none", "parallel__wrapper": "fsdp2"},
+    ),
     "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
 }
 
@@ -640,6 +644,11 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
             ["--world", "2", "--parallel.wrapper=fsdp2", "--parallel.cpu_offload"],
             "parallel.cpu_offload is true, whose time the plan does not estimate",
         ),
+        (["--optim.in_backward"], "optim.in_backward is true and update.max_norm is set"),
+        (
+            ["--world=2", "--parallel.wrapper=ddp", "--optim.in_backward", "--update.max_norm=none"],
+            "the model has DistributedDataParallel, whose whole gradient is there only after the backward",
+        ),
         (["--world", "2", "--parallel.pp=2"], "parallel.pp is 2, which the plan does not simulate; plan with"),
         (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
         (["--optim.name=LBFGS"], "optim.name is 'LBFGS', which cannot be used"),
@@ -753,6 +762,18 @@ def test_what_is_frozen_costs_no_gradient(recipe: Path, name: str) -> None:
             assert runs[0].at_peak["parameters"] == pytest.approx(matrices * (4.5 / 8) + rest, rel=0.1)
         if name.endswith("ddp"):
             assert all(row.sent_bytes == pytest.approx(4 * sizes.num_trained, abs=8192) for row in runs)
+
+
+@pytest.mark.slow
+def test_a_step_in_backward_frees_gradients(recipe: Path) -> None:
+    values = {
+        "update__max_norm": "none", "model__config__hidden_size": 256, "update__global_batch_size": 1,
+        "data__max_sample_tokens": 16,
+    }  # fmt: skip
+    after, within = (planned(recipe, optim__in_backward=each, **values)[0] for each in ("false", "true"))
+    assert (after.by, within.by) == (SIMULATION, SIMULATION)
+    gradients = 4 * subject(recipe, **values).sizes.num_parameters
+    assert after.peak_bytes - within.peak_bytes > gradients / 2
 
 
 __all__ = ["recipe"]

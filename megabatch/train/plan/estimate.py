@@ -60,6 +60,7 @@ class ModelSizes:
     cuts_logits: bool = False
     num_stretches: int = 1  # ranks that cut each sequence among them
     num_key_features: int = 0  # of the keys and values of a token
+    steps_in_backward: bool = False  # and frees each gradient as soon as it is complete
 
     @property
     def num_gathered(self) -> int:
@@ -157,6 +158,7 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         cuts_logits=config.parallel.loss_parallel,
         num_stretches=layout.cp,
         num_key_features=2 * num_key_heads * head_features,
+        steps_in_backward=config.optim.in_backward,
     )
 
 
@@ -281,13 +283,17 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     base = (P * sizes.parameter_bytes + T * (sizes.wider_bytes + sizes.state_bytes)) / sizes.num_shards
     base += shard if sizes.wrapped == "ddp" else 0  # in buckets
     held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
+    if sizes.steps_in_backward and not accumulates:
+        held = sizes.num_trained_unit / sizes.num_shards * b_r if sizes.is_sharded else 0
     keeps_sums = choice.sync == "replica_last" or (choice.sync == "gather_once" and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
     layers = min(sizes.num_gathered * u, P - r) if choice.reshard else sizes.num_backward
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
-    if sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
+    if sizes.steps_in_backward:
+        step = base
+    elif sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
         step = base + shard + sizes.num_widened * torch.float32.itemsize * (2 if choice.fused else 3)
     else:
         step = base + shard + (0 if choice.fused else shard)

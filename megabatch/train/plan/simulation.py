@@ -27,7 +27,9 @@ from megabatch.train.model.adapters import choose_trained
 from megabatch.train.model.architecture import architecture_of, check_fit, load_tokenizer, outline
 from megabatch.train.model.build import divide, prepare
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
+from megabatch.train.model.build_accumulator import use_recipe_keys
 from megabatch.train.model.frozen import check_four_bit_wrapper, four_bit_candidates, four_bit_dtype
+from megabatch.train.model.optimizer import check_in_backward
 from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.tensor_parallel import plain_terms
 from megabatch.train.parallel.wrap import (
@@ -43,7 +45,7 @@ from megabatch.train.plan.estimate import ModelSizes, measure_sizes, planned_opt
 from megabatch.train.plan.grid import Choice, Grid, build_grid
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.plugins import in_place_of, load_function
 from megabatch.train.runtime.ranks import CPU, Ranks
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
@@ -81,10 +83,7 @@ def build_simulator(
 
 def check_planned(config: Config, world: int) -> None:
     """Raise for keys that cannot be simulated."""
-    if config.optim.in_backward:
-        raise MegabatchError(
-            "optim.in_backward is true, which the plan does not simulate; plan without it: gradients then count in full"
-        )
+    check_in_backward(config)
     if config.parallel.cpu_offload:
         raise MegabatchError(
             "parallel.cpu_offload is true, whose time the plan does not estimate; plan without it: parameters, "
@@ -163,19 +162,21 @@ class Simulator:
                 averages.append(Average(model, config.optim.ema_decay))
             return _build_optimizer(config.optim, model)
 
-        return simulate(
-            partial(self._build_model, config, num_layers),
-            make_optimizer,
-            self._microbatch_maker(choice.micro_batch_size),
-            self._loss_fn(config),
-            axes=self.axes,
-            num_microbatches=choice.num_microbatches,
-            sync=choice.sync,
-            max_norm=config.update.max_norm,
-            accumulate_dtype=accumulation_of(config.update),
-            device=self.device,
-            around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
-        )
+        with use_recipe_keys():
+            return simulate(
+                partial(self._build_model, config, num_layers),
+                make_optimizer,
+                self._microbatch_maker(choice.micro_batch_size),
+                self._loss_fn(config),
+                axes=self.axes,
+                num_microbatches=choice.num_microbatches,
+                sync=choice.sync,
+                max_norm=config.update.max_norm,
+                accumulate_dtype=accumulation_of(config.update),
+                step_in_backward=config.optim.in_backward,
+                device=self.device,
+                around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
+            )
 
     def _microbatch_maker(self, num_samples: int) -> Callable[[], Any]:
         """Return what makes a microbatch of rank 0. Under cp all ranks have stretches that cost the same."""
@@ -212,7 +213,7 @@ class Simulator:
             with computing(config.model, self.wrapper.casts_as, CPU):
                 return loss_fn(model, microbatch)
 
-        return in_precision
+        return in_place_of(loss_fn, in_precision)
 
 
 class AttentionCost(context_parallel.GatheredAttention):
