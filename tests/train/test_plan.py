@@ -56,6 +56,7 @@ from megabatch.train.plan.search import (
     run_simulation,
     search_choices,
     sort_rows,
+    with_margin,
 )
 from megabatch.train.plan.simulation import Repeats, Simulator, build_simulator, find_repeats
 from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
@@ -337,7 +338,7 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
     assert {row.fits for row in rows} == {NO}
     out = capsys.readouterr().out
     assert "nothing fits: the least is at least " in out
-    assert out.count(" >=") == 2 * sum(row.is_least for row in rows[:6]) > 0
+    assert out.count(" >=") == 3 * sum(row.is_least for row in rows[:6]) > 0
     assert "[update]" not in out
     assert {row.by for row in rows} == {CLOSED_FORM}
     with pytest.raises(MegabatchError, match="nothing fits, so there is no memory"):
@@ -364,7 +365,10 @@ def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> Non
     what = subject(recipe, 2, parallel__wrapper="fsdp2", device=device)
     found = what.simulate(what.grid.choices()[0])
     needed = reserved_bytes(found)
-    assert judge_memory(found, needed, needed)[0] == YES
+    margined = with_margin(needed, found.device)
+    assert judge_memory(found, margined, needed)[0] == YES
+    assert judge_memory(found, margined - 1, needed)[0] == (NO if device == "cpu" else TIGHT)
+    assert judge_memory(found, needed, needed)[0] == (YES if device == "cpu" else TIGHT)
     assert judge_memory(found, found.peak_bytes - 1, needed)[0] == NO
     between = found.peak_bytes
     told = judge_memory(found, between, needed)[0]
@@ -373,10 +377,7 @@ def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> Non
         return
     assert needed > found.peak_bytes
     reserved, expandable = found.reserved(between), found.reserved(between, expandable=True)
-    assert told == (
-        YES if reserved.fits and not reserved.retries else TIGHT if expandable.fits or reserved.fits else NO
-    )
-    assert told != YES
+    assert told == (TIGHT if expandable.fits or reserved.fits else NO)
 
 
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -681,6 +682,19 @@ def test_without_data_the_line_says_how_to_do_without(recipe: Path) -> None:
         plan_recipe(recipe, ["--data.max_sample_tokens=none"])
 
 
+def test_the_margin_covers_the_published_reserved_memory_but_for_a_lower_bound() -> None:
+    (path,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("published_cpu_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    more = {
+        row["run"]["eight_bit"]: row["run"]["gib"] / row["gib"]
+        for row in sorted(rows, key=lambda row: -(row["memory_ratio"] or 2))
+        if SOURCES[row["run"]["source"]].is_reserved and row["memory_ratio"]
+    }
+    margin = device_named("a100-80g").margin
+    assert 1.1 < more[False] < 1 + margin < more[True], "the most of each kind"
+    assert device_named("cpu").margin == 0
+
+
 def test_every_published_run_is_a_recipe_whose_layout_the_trainer_has() -> None:
     for run in RUNS:
         found = recipe_of(run)
@@ -817,6 +831,7 @@ def test_a_quantized_optimizer_is_planned_without_its_package(recipe: Path) -> N
         for row in rows:
             guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
             assert guess.peak_bytes * CERTAIN <= row.peak_bytes
+        assert all(row.is_least for row in rows), "whose step is not simulated"
         kept[name] = rows[0].at_peak["optimizer states"] / (what.sizes.num_parameters / 2)
     assert [*kept.values()] == pytest.approx([2 + 8 / 256, 1 + 8 / 128, 2 + 8 / 256], rel=0.03)
     with pytest.raises(MegabatchError, match="cannot be imported"):

@@ -18,7 +18,7 @@ from megabatch import JointLoss
 from megabatch.batching import OneRow, context_parallel
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.simulate import Device, FourBitLinear, Replica, Simulated, extend, simulate
+from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, Replica, Simulated, extend, simulate
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import Config, ModelConfig, OptimConfig
 from megabatch.train.config.parallel_layout import Layout, layout_of
@@ -142,6 +142,11 @@ class Simulator:
     router: float | None = None  # coefficient of the router loss
     repeats: "Repeats | None" = None  # of a deep model, of which two shallow ones are simulated
     divide: Callable[..., object] = divide  # over the mesh; published runs have ways of their own
+
+    @property
+    def is_least(self) -> bool:
+        """True if memory is a lower bound: an optimizer is planned by its states, without the kernels of its step."""
+        return self.config.optim.function in QUANTIZED_OPTIMIZERS
 
     def simulate(self, choice: Choice) -> Simulated:
         """Simulate an update of rank 0. Raises `MegabatchError` for what fake tensors cannot do."""

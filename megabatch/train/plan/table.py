@@ -75,7 +75,8 @@ def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
     per_rank = "" if others else f", {samples_per_rank} a rank"
     text = (
         f"{num_parameters:,} parameters in {config.model.dtype}, {how}; {device.name} "
-        f"with {gib_text(request.memory_bytes)}, {gib_text(request.limit_bytes)} of it for tensors\n"
+        f"with {gib_text(request.memory_bytes)}, {gib_text(request.limit_bytes)} of it for tensors, "
+        f"with a margin of {device.margin:.1%}\n"
         f"an update of {sizes.largest} samples{largest}{per_rank}, all as long "
         f"as the longest: {simulator.sample.length_tokens:,} tokens ({simulator.sample.source})\n"
     )
@@ -91,7 +92,7 @@ def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     parts = () if has_layouts else tuple(GROUPS)
     in_memory = ["optimizer"] * (not has_layouts)
-    in_memory += [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved")]
+    in_memory += [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved", "with margin")]
     layout = ["layout"] * has_layouts
     names = [*layout, "fits", "samples\nat once", "micro-\nbatches", "sync", "recom-\npute", *in_memory]
     for name in (*names, f"sent\n{wire_unit}", "time\ns", "bound by"):
@@ -131,7 +132,7 @@ def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
         {True: "yes", False: "no", "selective": "selective"}[choice.recompute],
         "fused" if choice.fused else "foreach",
         *(f"{size / memory:,.1f}" if row.at_peak else "" for size in groups),
-        *(f"{at_least}{size / memory:,.1f}" for size in (row.peak_bytes, row.reserved_bytes)),
+        *(f"{at_least}{size / memory:,.1f}" for size in (row.peak_bytes, row.reserved_bytes, row.margined_bytes)),
         f"{about}{row.sent_bytes / wire:,.1f}",
         f"{about}{row.seconds:.3g}",
         row.bound,
@@ -153,6 +154,8 @@ def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, r
         lines.append(
             "~ by the closed form, calibrated by the simulations; >= a lower bound: no run could make it the best"
         )
+    if best.is_least:
+        lines.append(">= at least: the kernels of this optimizer's step are not simulated")
     lines.append(f"best: {_name(best, request)}: {best.why}")
     if request.layouts:
         lines += [f"{number}. {_name(row, request)}: {_why_not(row, best)}" for number, row in enumerate(shown[1:], 2)]
