@@ -61,6 +61,7 @@ class Phase:
     arithmetic_seconds: float = 0.0  # of those, in operations that arithmetic limits and not memory
     host_seconds: float = 0.0  # to launch the operations
     awaited_seconds: float = 0.0  # of collectives that computing waits for
+    fill: float = 1.0  # of a microbatch: tokens by those that were simulated, which computing and awaiting follow
     sent: dict[Key, Sent] = field(default_factory=dict)
 
     @property
@@ -77,14 +78,15 @@ class Phase:
     def seconds(self) -> float:
         """Seconds of the phase; traffic overlaps with computing, except for what computing waits for."""
         overlapped = self.traffic_seconds - self.awaited_seconds
-        return max(self.compute_seconds, self.host_seconds, overlapped) + self.awaited_seconds
+        return max(self.fill * self.compute_seconds, self.host_seconds, overlapped) + self.fill * self.awaited_seconds
 
     @property
     def bound(self) -> str:
         """The limit of the speed: "compute", "memory bandwidth", "launches" or "traffic"."""
-        if self.traffic_seconds > max(self.compute_seconds, self.host_seconds):
+        computing = self.fill * self.compute_seconds
+        if self.traffic_seconds - (1 - self.fill) * self.awaited_seconds > max(computing, self.host_seconds):
             return "traffic"
-        if self.host_seconds > self.compute_seconds:
+        if self.host_seconds > computing:
             return "launches"
         return "compute" if 2 * self.arithmetic_seconds >= self.compute_seconds else "memory bandwidth"
 

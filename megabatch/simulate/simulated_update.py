@@ -105,11 +105,14 @@ class Simulated:
 
     @property
     def compute_seconds(self) -> float:
-        return sum(self.times[name] * phase.compute_seconds for name, phase in self.phases.items())
+        return sum(self.times[name] * phase.fill * phase.compute_seconds for name, phase in self.phases.items())
 
     @property
     def traffic_seconds(self) -> float:
-        return sum(self.times[name] * phase.traffic_seconds for name, phase in self.phases.items())
+        return sum(
+            self.times[name] * (phase.traffic_seconds - (1 - phase.fill) * phase.awaited_seconds)
+            for name, phase in self.phases.items()
+        )
 
     @property
     def bound(self) -> str:
@@ -118,6 +121,14 @@ class Simulated:
         for name, phase in self.phases.items():
             sums[phase.bound] += self.times[name] * phase.seconds
         return max(sums, key=sums.__getitem__)
+
+    def filled(self, fill: float) -> "Simulated":
+        """Return the same update with the seconds of microbatches that have ``fill`` times the tokens on average.
+
+        Memory stays that of the microbatch that was simulated, the longest one.
+        """
+        phases = {name: phase if name == "step" else replace(phase, fill=fill) for name, phase in self.phases.items()}
+        return replace(self, phases=phases)
 
     def at(self, num_microbatches: int) -> "Simulated":
         """Return the same update with another number of microbatches; two or all of them must have been run."""

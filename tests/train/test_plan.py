@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from megabatch import MegabatchError
+from megabatch import GradientAccumulator, MegabatchError
 from megabatch.simulate import device_named, extend
 from megabatch.train.autotune.device_file import device_toml
 from megabatch.train.config import Config, ModelConfig
@@ -29,7 +29,7 @@ from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_optio
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.estimate import estimate_cost
-from megabatch.train.plan.grid import Choice, build_grid
+from megabatch.train.plan.grid import Choice, UpdateLengths, build_grid
 from megabatch.train.plan.layouts import build_layouts, layout_text, propose_layouts
 from megabatch.train.plan.published import (
     RUNS,
@@ -84,6 +84,7 @@ micro_batch_size = 1
 """
 KEYS = {
     "micro_batch_size", "num_microbatches", "sync", "fits", "peak_bytes", "reserved_bytes", "wire_bytes", "seconds",
+    "tokens_per_second",
 }  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
@@ -95,7 +96,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp, recomputed": (2, {"parallel__cp": 2, "model__activation_checkpointing": "true"}),
     "in backward": (1, {"optim__in_backward": "true", "update__max_norm": "none"}),
     "in backward, fsdp2": (
-        2, {"optim__in_backward": "true", "update__max_norm": "none", "parallel__wrapper": "fsdp2"},
+        2,
+        {"optim__in_backward": "true", "update__max_norm": "none", "parallel__wrapper": "fsdp2"},
     ),
     "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
 }
@@ -534,10 +536,53 @@ def test_a_folder_with_nothing_but_a_config_is_planned(recipe: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_without_a_length_the_data_are_read(bench: Bench) -> None:
+def test_without_a_length_the_data_are_read(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory is that of the longest sample, and time that of the lengths, which are shorter."""
     values = {"data__cache": bench.path / "cache", "model__config__n_layer": 1}
     rows = planned(bench.recipe, **values)
     assert {row.microbatch_tokens // row.choice.micro_batch_size for row in rows} == {136}
+    capsys.readouterr()
+    plan_recipe(bench.recipe, arguments(**values))
+    assert "; time by 4 updates of " in capsys.readouterr().out
+    what = subject(bench.recipe, device="cpu", **values)
+    choice = next(each for each in what.grid.choices() if each.micro_batch_size == 1)
+    assert choice.fill < 1
+    with quiet():
+        ragged, longest = what.simulate(choice), what.simulate(replace(choice, fill=1.0))
+    step = longest.phases["step"].compute_seconds
+    assert ragged.peak_bytes == longest.peak_bytes
+    assert ragged.compute_seconds - step == pytest.approx(choice.fill * (longest.compute_seconds - step))
+    assert rows[0].tokens_per_second == pytest.approx(what.grid.lengths.num_tokens / rows[0].seconds)
+
+
+RAGGED = tuple(int(length) for length in torch.randint(1, 40, (24,), generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("kind", ["micro_batch_size", "max_microbatch_tokens"])
+@pytest.mark.parametrize("size", [1, 3, 24])
+def test_an_update_is_split_as_the_library_splits_it(kind: str, size: int) -> None:
+    longest = max(RAGGED)
+    limit = {kind: size * longest if kind == "max_microbatch_tokens" else size}
+    num, fill = UpdateLengths((RAGGED,), longest, kind != "micro_batch_size", one_row=False).split(size, 1)
+    real = GradientAccumulator(torch.nn.Linear(1, 1), **limit).plan([{"x": torch.zeros(each)} for each in RAGGED])
+    assert (num, num * size * longest * fill) == (real.num_microbatches, pytest.approx(real.padded_tokens))
+
+
+def test_samples_in_one_row_are_not_padded() -> None:
+    lengths = UpdateLengths(((90, *[10] * 7),), 90, by_tokens=True, one_row=True)
+    assert lengths.split(1, 1) == (2, pytest.approx(160 / (2 * 90)))
+    assert lengths.split(1, 2) == (2, pytest.approx(120 / (2 * 90))), (
+        "the slower rank has the long one and three others"
+    )
+    by_samples = replace(lengths, by_tokens=False)
+    assert by_samples.split(4, 1) == (2, pytest.approx(160 / (2 * 4 * 90)))
+    assert by_samples.num_tokens == 160
+
+
+def test_a_larger_microbatch_that_pads_more_may_take_longer() -> None:
+    small, large = Choice(1, 4, "last", True, False, True, 0.3), Choice(4, 1, "last", True, False, True, 0.9)
+    assert not large.takes_no_longer_than(small)
+    assert replace(large, fill=0.3).takes_no_longer_than(small)
 
 
 def config(**update: Any) -> Config:

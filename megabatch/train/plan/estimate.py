@@ -217,7 +217,7 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     per_token = (
         RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS
     ) * sizes.num_parameters + GRADIENT_FLOPS * sizes.num_trained
-    flops = per_token * tokens * choice.num_microbatches
+    flops = per_token * tokens * choice.num_microbatches * choice.fill
     ranks = list(range(0, sizes.num_shards * sizes.num_copies * sizes.num_cut, sizes.num_cut))
     traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
     if sizes.is_sharded:
@@ -232,7 +232,7 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     )
     return Estimate(
         int(_peak_bytes(choice, sizes, tokens)), int(sent_bytes + awaited_bytes), compute_seconds, traffic_seconds,
-        awaited_seconds,
+        awaited_seconds * choice.fill,
     )  # fmt: skip
 
 

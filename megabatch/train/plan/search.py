@@ -62,11 +62,17 @@ class PlanRow:
     is_least: bool = False  # the memory is a lower bound: too much, or of an optimizer whose step is not simulated
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of the recipe, or of one of its layouts
     work: Work | None = None
+    update_tokens: float = 0.0  # of all ranks, without padding
 
     @property
     def cost(self) -> tuple[Any, ...]:
         """Sort key, the best first."""
         return FITS.index(self.fits), self.by == CLOSED_FORM, self.seconds, self.reserved_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks, without padding."""
+        return self.update_tokens / self.seconds
 
     def as_json(self) -> dict[str, Any]:
         """Return the row under names that stay."""
@@ -87,6 +93,7 @@ class PlanRow:
             "margined_bytes": self.margined_bytes,
             "wire_bytes": self.sent_bytes,
             "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
             "bound": self.bound,
             "by": self.by,
             "is_lower_bound": self.is_least,
@@ -131,17 +138,18 @@ def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> Pl
     needed_bytes = reserved_bytes(found)
     fits, why = judge_memory(found, limit_bytes, needed_bytes)
     return PlanRow(
-        choice, fits, why, found.peak_bytes, needed_bytes, with_margin(needed_bytes, found.device), found.sent_bytes, found.seconds, found.bound, SIMULATION,
+        choice, fits, why, found.peak_bytes, needed_bytes, with_margin(needed_bytes, found.device),
+        found.sent_bytes, found.seconds, found.bound, SIMULATION,
         choice.micro_batch_size * simulator.sample.length_tokens, found.at_peak, found.where, found.history,
         is_least=simulator.is_least, parallel=simulator.config.parallel, work=_work_of(found),
+        update_tokens=simulator.update_tokens,
     )  # fmt: skip
 
 
 def _work_of(found: Simulated) -> Work:
     phases = [(found.times[name], phase) for name, phase in found.phases.items()]
-    awaited, host = (
-        sum(times * getattr(phase, name) for times, phase in phases) for name in ("awaited_seconds", "host_seconds")
-    )
+    awaited = sum(times * phase.fill * phase.awaited_seconds for times, phase in phases)
+    host = sum(times * phase.host_seconds for times, phase in phases)
     step = found.phases["step"]
     return Work(
         found.compute_seconds, host, found.traffic_seconds - awaited, awaited, step.compute_seconds, step.host_seconds
@@ -331,6 +339,7 @@ class _Search:
             estimate.seconds if near is None else self._seconds(candidate, near), estimate.bound, CLOSED_FORM,
             candidate.choice.micro_batch_size * candidate.simulator.sample.length_tokens,
             is_least=least > self._limit_bytes, parallel=candidate.simulator.config.parallel,
+            update_tokens=candidate.simulator.update_tokens,
         )  # fmt: skip
 
 

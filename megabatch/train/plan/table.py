@@ -77,13 +77,22 @@ def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
         f"{num_parameters:,} parameters in {config.model.dtype}, {how}; {device.name} "
         f"with {gib_text(request.memory_bytes)}, {gib_text(request.limit_bytes)} of it for tensors, "
         f"with a margin of {device.margin:.1%}\n"
-        f"an update of {sizes.largest} samples{largest}{per_rank}, all as long "
-        f"as the longest: {simulator.sample.length_tokens:,} tokens ({simulator.sample.source})\n"
+        f"an update of {sizes.largest} samples{largest}{per_rank}, {_lengths_text(simulator)}\n"
     )
     stated = config.update.micro_batch_size
     if stated is not None and stated > samples_per_rank and not others:
         text += f"update.micro_batch_size {stated} is lowered: a rank has no more samples of an update\n"
     return text
+
+
+def _lengths_text(simulator: Simulator) -> str:
+    sample, lengths = simulator.sample, simulator.grid.lengths
+    longest = f"{sample.length_tokens:,} tokens ({sample.source})"
+    if lengths is None:
+        return f"all as long as the longest: {longest}"
+    return (
+        f"memory for the longest: {longest}; time by {len(lengths.updates)} updates of {lengths.num_tokens:,.0f} tokens"
+    )
 
 
 def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
@@ -156,7 +165,7 @@ def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, r
         )
     if best.is_least:
         lines.append(">= at least: the kernels of this optimizer's step are not simulated")
-    lines.append(f"best: {_name(best, request)}: {best.why}")
+    lines.append(f"best: {_name(best, request)}: {best.why}; {best.tokens_per_second:,.0f} tokens/s")
     if request.layouts:
         lines += [f"{number}. {_name(row, request)}: {_why_not(row, best)}" for number, row in enumerate(shown[1:], 2)]
     elif others:
