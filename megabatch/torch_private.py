@@ -573,6 +573,11 @@ def partly_reduced(group: Any) -> Tensor | None:
     return group._partial_reduce_output
 
 
+def awaits_gather(group: Any) -> bool:
+    """``_all_gather_result``: True while a gather of the group has begun and is not waited for yet."""
+    return group._all_gather_result is not None
+
+
 def name_of_group(group: Any) -> str:
     """``_module_fqn``, which the first forward sets: the name of the module whose parameters a group holds."""
     return repr(group._module_fqn) if group._module_fqn else "the model itself"

@@ -6,6 +6,11 @@ memory as the driver reports it. NVLink and PCIe reach about four fifths of the 
 An operation takes as long as its arithmetic, as reading and writing its memory, or as its host takes to launch it,
 whichever is longest. `Device.efficiency` is fitted to published runs (benchmarks/published.py); the latencies of
 collectives are those by which NCCL chooses its algorithms (its src/graph/tuning.cc: LL128, ring and tree).
+
+Offloaded memory moves over PCIe (x16: 32 GB/s a direction for generation 4, 64 for 5). The host computes on it at the
+rate of the host's memory, of which each rank of a node has an eighth: DGX A100 (two sockets with 8 channels of
+DDR4-3200: 410 GB/s), DGX H100 (DDR5-4800: 614) and DGX B200 (DDR5-5600: 717). Other devices have the A100's host. Both
+count with four fifths of the printed rate; no run has measured them.
 """
 
 import math
@@ -18,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import packet_of
+from megabatch.torch_private import packet_of, schema_of
 
 MIB, GIB, GIGA, TERA = 2**20, 2**30, 10**9, 10**12
 LINK_SHARE = 0.8  # of the printed rate; NCCL's ring on eight A100 moves 235 of 300 GB/s
@@ -45,6 +50,13 @@ class Device:
     launch_seconds: float = LAUNCH_SECONDS  # of its host, per operation; 0 where the host computes itself
     start_seconds: float = START_SECONDS  # of a collective; 0: collectives have no latency
     attention_flops: Mapping[torch.dtype, float] = field(default_factory=dict[torch.dtype, float])  # where measured
+    pcie_bytes_per_second: float = LINK_SHARE * 32 * GIGA  # to or from its host
+    host_bytes_per_second: float = LINK_SHARE * 51 * GIGA  # of a rank's part of the host's memory
+
+    @property
+    def host(self) -> "Device":
+        """Return the rank's part of the host, which computes on what is offloaded."""
+        return replace(self, memory_bytes_per_second=self.host_bytes_per_second)
 
     def flops_per_second(self, dtype: torch.dtype, *, is_attention: bool = False) -> float:
         """Return the rate that matrix products of a dtype reach, or attention."""
@@ -105,15 +117,17 @@ def _link(gigabytes: float) -> float:
     return LINK_SHARE * gigabytes * GIGA
 
 
+_HOST_H100 = {"pcie_bytes_per_second": _link(64), "host_bytes_per_second": _link(77)}
+_HOST_B200 = {"pcie_bytes_per_second": _link(64), "host_bytes_per_second": _link(90)}
 _A100, _H100 = _rates(312, 19.5, 19.5), _rates(989, 67, 67)
 DEVICES = {
     device.name: device
     for device in (
         Device("a100-40g", 40_960 * MIB, _A100, 1555 * GIGA, _link(300), efficiency=0.7),
         Device("a100-80g", 81_920 * MIB, _A100, 2039 * GIGA, _link(300), efficiency=0.7),
-        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.6),
-        Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA, efficiency=0.75),
-        Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA),
+        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.6, **_HOST_H100),
+        Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA, efficiency=0.75, **_HOST_H100),
+        Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA, **_HOST_B200),
         Device("l40s", 46_068 * MIB, _rates(362, 91.6, 1.4), 864 * GIGA, _link(32)),
         Device("rtx4090", 24_564 * MIB, _rates(165, 82.6, 1.3), 1008 * GIGA, _link(32)),
         # A core of a server: nothing is measured, it is a placeholder for CPU runs.
@@ -129,6 +143,8 @@ DEVICES = {
             margin=0.0,
             launch_seconds=0.0,
             start_seconds=0.0,
+            pcie_bytes_per_second=math.inf,  # nothing is copied
+            host_bytes_per_second=20 * GIGA,
         ),
     )
 }
@@ -175,7 +191,8 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any,
     """Return the cost of an operation of torch that is no view, from the shapes of its arguments and results."""
     if packet_of(func) in FREE or func.namespace not in ("aten", "fsdp"):
         return NOTHING
-    tensors = [*tensors_in(args), *tensors_in(kwargs.values()), *tensors_in((result,))]
+    written = (result,) if result is not None else written_by(func, args)
+    tensors = [*tensors_in(args), *tensors_in(kwargs.values()), *tensors_in(written)]
     moving = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / device.memory_bytes_per_second
     formula = FORMULAS.get(packet_of(func)) or flop_registry.get(packet_of(func))
     if formula is None:
@@ -184,6 +201,12 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any,
     is_attention = "scaled_dot_product" in str(packet_of(func))
     arithmetic = flops / device.flops_per_second(next(tensors_in((result,))).dtype, is_attention=is_attention)
     return Cost(flops, max(moving, arithmetic), arithmetic > moving)
+
+
+def written_by(func: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the arguments that an operation writes to, which is to return nothing: those of ``foreach`` and fused."""
+    pairs = zip(schema_of(func).arguments, args, strict=False)
+    return [value for argument, value in pairs if argument.is_write]
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

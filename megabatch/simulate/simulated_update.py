@@ -12,7 +12,7 @@
 - Tensors have no contents: experts get tokens by shape only, and code that reads numbers is refused.
 - ``peak_bytes`` is allocated memory. Reserved memory decides what fits: call `Simulated.reserved` with a limit.
 - On a real CPU the system does not count memory that was never touched, so a measurement can be below the prediction.
-- With CPU offload the copy of a unit's shard on its way to the device is not counted.
+- With CPU offload, copies run beside computing, and the host's computing holds up its launches.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +30,8 @@ SIZES = {  # hidden, layers, heads, vocabulary
     "25m": (512, 4, 8, 12_000),
     "100m": (1024, 4, 16, 24_000),
 }
-AXES = {"plain": {}, "ddp": {"dp": 2}, "fsdp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+AXES = {"plain": {}, "ddp": {"dp": 2}, "fsdp2": {"dp_shard": 2}, "offload": {"dp_shard": 2},
+        "hsdp": {"dp_replicate": 2, "dp_shard": 2},
         "cp": {"dp_shard": 1, "cp": 2}, "tp": {"dp_shard": 1, "tp": 2}}  # fmt: skip
 # glibc gives back what is freed, so that what is resident is what is allocated.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -108,11 +109,12 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
         assert mesh is not None
         spread(model, mesh["tp"], sequence_parallel=True, loss_parallel=False)
         mesh = mesh["dp_shard"]
-    if run.wrapper in ("fsdp2", "hsdp", "cp", "tp"):
+    if run.wrapper in ("fsdp2", "offload", "hsdp", "cp", "tp"):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = mixed if run.precision == "mixed" else MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy(pin_memory=False) if run.wrapper == "offload" else OffloadPolicy()
         for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
 
@@ -192,21 +194,24 @@ def measured(name: str) -> dict[str, Any]:
 def counted(name: str) -> dict[str, Any]:
     """The job of a run: what the ledger counts of it, on real tensors."""
     run = Run.parse(name)
-    with Ledger(axes=run.axes) as ledger, tagging_shards(ledger):
+    on_host = ("parameters", "gradients", "optimizer states") if run.wrapper == "offload" else ()
+    with Ledger(axes=run.axes, on_host=on_host) as ledger, tagging_shards(ledger):
         real = Real(run)
         ledger.tag(real.model.parameters(), "parameters")
         for _ in range(run.steady_after):
             real.update()
-        seen = []
+        seen, on_host = [], []
         for _ in range(3):  # a thread of gloo may hold what it has sent a moment longer: the least is what is needed
             ledger.begin()
             ledger.enter_phase("update", "activations")
             real.update()
             ledger.enter_phase("after", "activations")
             seen.append(ledger.log.phases["update"])
+            on_host.append(ledger.log.host_peak_bytes)
     sent = seen[0].sent
     return {
         "peak_bytes": min(phase.peak_bytes for phase in seen),
+        "host_bytes": min(on_host),
         "sent": {f"{kind}:{axis}": [each.calls, each.buffer_bytes, each.sent_bytes]
                  for (kind, axis, _), each in sent.items()},
     }  # fmt: skip

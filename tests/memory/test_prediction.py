@@ -33,6 +33,11 @@ COUNTED = {
     "large vocabulary": Run("wide", rows=16, microbatches=2),
     "large vocabulary, fsdp2": Run("wide", "fsdp2", 16, microbatches=2, precision="mixed"),
 }
+COUNTED |= {
+    "offload": Run("toy", "offload", 2, 16, 2, "every"),
+    "offload last": Run("25m", "offload", 1, 32, 2, "last", "adamw-fused"),
+    "offload, mixed": Run("toy", "offload", 2, 16, 2, precision="mixed"),
+}
 IN_BACKWARD = "adamw-foreach-in-backward"
 COUNTED |= {
     "in backward": Run(rows=1, tokens=32, optimizer=IN_BACKWARD),
@@ -78,6 +83,14 @@ def test_the_ledger_counts_on_real_tensors_what_it_counts_on_fake_ones(counted: 
     found = simulated(COUNTED[name])
     ratio = found.peak_bytes / counted[name]["peak_bytes"]
     assert 0.995 < ratio < 1.03, ratio  # fake operations keep a little more
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTED if name.startswith("offload")])
+def test_what_is_offloaded_is_counted_on_the_host(counted: dict[str, Any], name: str) -> None:
+    found = simulated(COUNTED[name])
+    assert found.host_bytes / counted[name]["host_bytes"] == pytest.approx(1, abs=0.01)
+    whole = 4 * found.num_parameters
+    assert found.host_bytes > 3 * whole / 2
 
 
 def test_a_layer_waits_for_the_keys_of_other_ranks() -> None:

@@ -99,6 +99,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"optim__in_backward": "true", "update__max_norm": "none", "parallel__wrapper": "fsdp2"},
     ),
+    "offload": (2, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
     "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
 }
 
@@ -231,6 +232,40 @@ def test_layouts_are_compared_and_the_keys_of_the_best_are_those_of_its_plan(
     again = plan_recipe(recipe, ["--json", "--world", "2", *words])[0]
     assert layout_text(again.parallel) == layout_text(best.parallel)
     assert (again.choice, again.seconds, again.peak_bytes) == (best.choice, best.seconds, best.peak_bytes)
+
+
+@pytest.mark.slow
+def test_the_host_is_proposed_where_nothing_else_fits(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"model__config__hidden_size": 256, "update__global_batch_size": 2, "device": "cpu"}
+    offloaded = planned(recipe, 2, parallel__wrapper="fsdp2", parallel__cpu_offload="true", **values)[0]
+    others = plan_recipe(recipe, ["--layouts", *arguments(2, **values)])
+    least = min(row.peak_bytes for row in others)
+    assert not any(row.parallel.cpu_offload for row in others)
+    assert offloaded.peak_bytes < least
+    capsys.readouterr()
+    limit = (offloaded.peak_bytes + least) // 2
+    best, *_ = plan_recipe(recipe, ["--layouts", *arguments(2, memory=f"{limit}B", **values)])
+    assert (best.fits, layout_text(best.parallel)) == (YES, "fsdp2 2, offloaded")
+    out = capsys.readouterr().out
+    assert "\non the host: " in out
+    assert "--parallel.cpu_offload=true" in out
+
+
+@pytest.mark.slow
+def test_the_host_steps_as_fast_as_its_memory_and_copies_as_fast_as_pcie(recipe: Path) -> None:
+    what = subject(recipe, 2, parallel__wrapper="fsdp2", parallel__cpu_offload="true", device="h100")
+    choice = what.grid.choices()[0]
+    device = replace(what.device, launch_seconds=0.0, host_bytes_per_second=1e3, pcie_bytes_per_second=1e3)
+    with quiet():
+        found = replace(what, device=device).simulate(choice)
+    shard = 4 * what.sizes.num_parameters / 2
+    step = found.phases["step"]
+    assert step.cpu_seconds * 1e3 == pytest.approx((8 + 1 + 2) * shard, rel=0.01)  # AdamW, the norm and the clip
+    forward, backward = found.phases["forward 2"], found.phases["backward 2"]
+    assert forward.copy_seconds * 1e3 == pytest.approx(shard, rel=0.01)
+    assert backward.copy_seconds * 1e3 == pytest.approx(shard, rel=0.01)
+    assert found.seconds > found.compute_seconds + step.cpu_seconds
+    assert found.bound == "host"
 
 
 @pytest.mark.slow
@@ -685,10 +720,6 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (
             ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
             'parallel.wrapper is "ddp", which shards nothing',
-        ),
-        (
-            ["--world", "2", "--parallel.wrapper=fsdp2", "--parallel.cpu_offload"],
-            "parallel.cpu_offload is true, whose time the plan does not estimate",
         ),
         (["--optim.in_backward"], "optim.in_backward is true and update.max_norm is set"),
         (

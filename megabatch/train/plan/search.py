@@ -39,6 +39,7 @@ class Work:
     awaited: float
     compute_of_step: float
     host_of_step: float
+    cpu_of_step: float  # on what is offloaded
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class PlanRow:
     is_least: bool = False  # the memory is a lower bound: too much, or of an optimizer whose step is not simulated
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of the recipe, or of one of its layouts
     work: Work | None = None
+    host_bytes: int = 0  # of a rank, offloaded to its host
     update_tokens: float = 0.0  # of all ranks, without padding
 
     @property
@@ -91,6 +93,7 @@ class PlanRow:
             "peak_phase": self.where,
             "reserved_bytes": self.reserved_bytes,
             "margined_bytes": self.margined_bytes,
+            "host_bytes": self.host_bytes,
             "wire_bytes": self.sent_bytes,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
@@ -142,7 +145,7 @@ def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> Pl
         found.sent_bytes, found.seconds, found.bound, SIMULATION,
         choice.micro_batch_size * simulator.sample.length_tokens, found.at_peak, found.where, found.history,
         is_least=simulator.is_least, parallel=simulator.config.parallel, work=_work_of(found),
-        update_tokens=simulator.update_tokens,
+        host_bytes=found.host_bytes, update_tokens=simulator.update_tokens,
     )  # fmt: skip
 
 
@@ -151,9 +154,13 @@ def _work_of(found: Simulated) -> Work:
     awaited = sum(times * phase.fill * phase.awaited_seconds for times, phase in phases)
     host = sum(times * phase.host_seconds for times, phase in phases)
     step = found.phases["step"]
+    copies = sum(times * phase.copy_seconds for times, phase in phases)
+    traffic = max(found.traffic_seconds - awaited, copies)
+    launches = step.host_seconds - step.cpu_seconds
     return Work(
-        found.compute_seconds, host, found.traffic_seconds - awaited, awaited, step.compute_seconds, step.host_seconds
-    )
+        found.compute_seconds, host - step.cpu_seconds, traffic, awaited, step.compute_seconds, launches,
+        step.cpu_seconds,
+    )  # fmt: skip
 
 
 def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple[str, str]:
@@ -303,7 +310,7 @@ class _Search:
         is_alike = near.simulator is candidate.simulator
         traffic = mine.traffic_seconds * (_ratio(work.traffic, other.traffic_seconds) if is_alike else 1)
         awaited = mine.awaited_seconds * (_ratio(work.awaited, other.awaited_seconds) if is_alike else 1)
-        return max(compute + work.compute_of_step, host + work.host_of_step, traffic) + awaited
+        return max(compute + work.compute_of_step, host + work.host_of_step, traffic) + awaited + work.cpu_of_step
 
     def _margined_bytes(self, candidate: _Candidate, near: _Candidate) -> int:
         return with_margin(self._needed_bytes(candidate, near), candidate.simulator.device)

@@ -88,11 +88,6 @@ def build_simulator(
 def check_planned(config: Config, world: int) -> None:
     """Raise for keys that cannot be simulated."""
     check_in_backward(config)
-    if config.parallel.cpu_offload:
-        raise MegabatchError(
-            "parallel.cpu_offload is true, whose time the plan does not estimate; plan without it: parameters, "
-            "gradients and optimizer states then count on the device"
-        )
     if (degree := config.parallel.pp) > 1:
         raise MegabatchError(
             f"parallel.pp is {degree}, which the plan does not simulate; plan with parallel.pp=1 and "

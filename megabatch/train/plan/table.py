@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +17,12 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
+from megabatch.train.config.contradictions import problems
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.layouts import build_layouts, layout_text
 from megabatch.train.plan.request import PlanRequest, read_request
-from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices
+from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices, sort_rows
 from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.runtime.console import Console
 
@@ -51,6 +53,8 @@ def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[PlanRow]:
         num_choices = sum(len(each.grid.choices()) for each in simulators)
         with console.progress("planning", num_choices, "choices") as advance:
             rows = search_choices(simulators, request.limit_bytes, advance)
+            if request.layouts and rows[0].fits == NO and not config.parallel.cpu_offload:
+                rows = _with_offload(rows, simulators, request, advance)
     if request.as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
@@ -61,6 +65,20 @@ def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[PlanRow]:
     if request.chart is not None:
         _draw(request, rows[0], recipe)
     return rows
+
+
+def _with_offload(
+    rows: list[PlanRow], simulators: Sequence[Simulator], request: PlanRequest, advance: Callable[[int], None]
+) -> list[PlanRow]:
+    """Return the rows with those of each FSDP2 layout without tensor parallelism, offloaded to the host."""
+    offloaded: list[Simulator] = []
+    for each in simulators:
+        parallel = each.config.parallel.model_copy(update={"cpu_offload": True})
+        config = each.config.model_copy(update={"parallel": parallel})
+        if "parallel.cpu_offload" not in request.stated_keys and next(problems(config), None) is None:
+            sizes = replace(each.sizes, offloads=True)
+            offloaded.append(replace(each, config=config, sizes=sizes))
+    return sort_rows([*rows, *search_choices(offloaded, request.limit_bytes, advance)]) if offloaded else rows
 
 
 def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
@@ -163,6 +181,8 @@ def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, r
         lines.append(
             "~ by the closed form, calibrated by the simulations; >= a lower bound: no run could make it the best"
         )
+    if best.host_bytes:
+        lines.append(f"on the host: {gib_text(best.host_bytes)} of each rank")
     if best.is_least:
         lines.append(">= at least: the kernels of this optimizer's step are not simulated")
     lines.append(f"best: {_name(best, request)}: {best.why}; {best.tokens_per_second:,.0f} tokens/s")
