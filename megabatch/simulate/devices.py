@@ -16,7 +16,7 @@ count with four fifths of the printed rate; no run has measured them.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -117,17 +117,25 @@ def _link(gigabytes: float) -> float:
     return LINK_SHARE * gigabytes * GIGA
 
 
-_HOST_H100 = {"pcie_bytes_per_second": _link(64), "host_bytes_per_second": _link(77)}
-_HOST_B200 = {"pcie_bytes_per_second": _link(64), "host_bytes_per_second": _link(90)}
+class _Host(TypedDict):
+    pcie_bytes_per_second: float
+    host_bytes_per_second: float
+
+
+def _host(pcie: float, memory: float) -> _Host:
+    """Return the usable rates of PCIe and of a rank's part of the host's memory, from printed gigabytes per second."""
+    return {"pcie_bytes_per_second": _link(pcie), "host_bytes_per_second": _link(memory)}
+
+
 _A100, _H100 = _rates(312, 19.5, 19.5), _rates(989, 67, 67)
 DEVICES = {
     device.name: device
     for device in (
         Device("a100-40g", 40_960 * MIB, _A100, 1555 * GIGA, _link(300), efficiency=0.7),
         Device("a100-80g", 81_920 * MIB, _A100, 2039 * GIGA, _link(300), efficiency=0.7),
-        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.6, **_HOST_H100),
-        Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA, efficiency=0.75, **_HOST_H100),
-        Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA, **_HOST_B200),
+        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.6, **_host(64, 77)),
+        Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA, efficiency=0.75, **_host(64, 77)),
+        Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA, **_host(64, 90)),
         Device("l40s", 46_068 * MIB, _rates(362, 91.6, 1.4), 864 * GIGA, _link(32)),
         Device("rtx4090", 24_564 * MIB, _rates(165, 82.6, 1.3), 1008 * GIGA, _link(32)),
         # A core of a server: nothing is measured, it is a placeholder for CPU runs.

@@ -230,6 +230,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}  # by address
         self._streams: dict[int, tuple[int, object]] = {}  # by identity, which is kept with it
         self._names = self._muted = 0
+        self._is_in_kernel = False
         self._offloads, self._is_on_device = bool(self.log.on_host - {HOST}), False
         self._copied = {TO_DEVICE: 0, TO_HOST: 0}  # bytes of the phase
         self._undo = contextlib.ExitStack()
@@ -321,6 +322,8 @@ class Ledger(UncompiledMode, TorchDispatchMode):
             self._note_storage(tensor.untyped_storage(), category)
         if (collective := parse_collective(func, args, kwargs, result)) is not None:
             self._count_collective(collective)
+        if self._is_in_kernel:
+            return result
         device = self.device.host if is_of_host else self.device
         cost, record = cost_of(func, args, kwargs, result, device), self.log.record
         self._seconds += cost.seconds
@@ -346,6 +349,24 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         record.awaited_seconds += sent.seconds if collective.is_awaited else 0.0
         if collective.kind in ("all_gather", "reduce_scatter"):
             self.tag(collective.tensors, "communication")
+
+    def add_kernels(self, num: int, num_bytes: int) -> None:
+        """Count kernels that read and write so many bytes together."""
+        seconds = num_bytes / self.device.memory_bytes_per_second
+        self.log.record.compute_seconds += seconds
+        self.log.record.host_seconds += num * self.device.launch_seconds
+        self._seconds += seconds
+
+    @contextlib.contextmanager
+    def in_kernel(self, *, is_written: bool) -> Generator[None]:
+        """Count no work inside, which `add_kernels` has counted, and memory only of what is written."""
+        self._is_in_kernel = True
+        self._muted += not is_written
+        try:
+            yield
+        finally:
+            self._is_in_kernel = False
+            self._muted -= not is_written
 
     @contextlib.contextmanager
     def muted(self) -> Any:

@@ -31,6 +31,7 @@ from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
 from megabatch.losses.contract import PAIR_NAME, JointLoss, LossFunction, differentiable, loss_hooks, terms_of
 from megabatch.simulate.allocator import Reserved, reserved
+from megabatch.simulate.compiled_layers import CompiledForward
 from megabatch.simulate.devices import Device, device_named
 from megabatch.simulate.fake_cluster import (
     FakeMode,
@@ -251,6 +252,9 @@ class _Run:
             for each in self._models:
                 ledger.tag(each.parameters(), "parameters")
                 ledger.tag(each.buffers(), "buffers")
+        for each in self._modules():
+            if isinstance(each.forward, CompiledForward):
+                each.forward.graphs.ledger = ledger
         self._wrapper = detect_wrapper(model, mesh)  # outside of the mode, since it reads the mesh
         _use_only_rank(self._wrapper)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
@@ -260,6 +264,9 @@ class _Run:
             self._optimizer = make_optimizer(model)
             self._tag_states()
         ledger.begin_log()
+
+    def _modules(self) -> list[nn.Module]:
+        return [module for model in self._models for module in model.modules()]
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for model in self._models for parameter in model.parameters()]

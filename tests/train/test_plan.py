@@ -100,6 +100,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"optim__in_backward": "true", "update__max_norm": "none", "parallel__wrapper": "fsdp2"},
     ),
     "offload": (2, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
+    "compiled": (2, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
+    "compiled, ddp": (2, {"parallel__wrapper": "ddp", "model__compile": "true", "model__compute_dtype": "bfloat16"}),
     "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
 }
 
@@ -433,6 +435,12 @@ DEEP: dict[str, tuple[int, dict[str, Any]]] = {
     "selective": (1, {"model__activation_checkpointing": "selective"}),
     "tp": (4, {"parallel__tp": 2, "parallel__wrapper": "fsdp2", "parallel__sequence_parallel": "true"}),
     "recompute": (1, {"model__activation_checkpointing": "true"}),
+    "compiled": (4, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
+    "in backward": (
+        4,
+        {"parallel__wrapper": "fsdp2", "optim__in_backward": "true", "update__max_norm": "none"},
+    ),
+    "offload": (4, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
 }
 
 

@@ -92,8 +92,8 @@ class UpdateLengths:
         self, lengths: tuple[int, ...], micro_batch_size: int, most_tokens: int, dp_degree: int
     ) -> tuple[int, int]:
         """Return the microbatches of one update, and the tokens that the slowest rank computes."""
-        limit = {"max_microbatch_tokens": most_tokens} if self.by_tokens else {"micro_batch_size": micro_batch_size}
-        ranks = plan(lengths, dp_degree=dp_degree, **limit)
+        rows, tokens = (None, most_tokens) if self.by_tokens else (micro_batch_size, None)
+        ranks = plan(lengths, dp_degree=dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
         if not self.one_row:
             return ranks[0].num_microbatches, max(rank.padded_tokens for rank in ranks)
         num_microbatches = ranks[0].num_microbatches

@@ -20,7 +20,16 @@ from megabatch import JointLoss, UpdateSampler
 from megabatch.batching import OneRow, context_parallel
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, Replica, Simulated, extend, simulate
+from megabatch.simulate import (
+    QUANTIZED_OPTIMIZERS,
+    Device,
+    FourBitLinear,
+    Replica,
+    Simulated,
+    compile_layers,
+    extend,
+    simulate,
+)
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import Config, ModelConfig, OptimConfig
 from megabatch.train.config.batch_size import sizes_of
@@ -206,6 +215,8 @@ class Simulator:
             assert mesh is not None
             attend_over(cast(PreTrainedModel, model), AttentionCost(mesh.get_group("cp")))
         prepare(model, config.model)
+        if self.config.model.compile:
+            _compile_layers(model)
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             assert mesh is not None  # these have axes
             self.divide(model, config, self.wrapper, mesh, None)
@@ -242,6 +253,15 @@ class AttentionCost(context_parallel.GatheredAttention):
         return scaled_dot_product_attention(
             query, key, value, None, dropout, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
+
+
+def _compile_layers(model: nn.Module) -> None:
+    """Let layers run as compiled ones, as `prepare` compiles them. Those that are alike share graphs."""
+    kinds: dict[str, list[nn.Module]] = {}
+    for layer in blocks_of(model).values() or [model]:
+        kinds.setdefault(repr(_describe_layer(layer)), []).append(layer)
+    for alike in kinds.values():
+        compile_layers(alike)
 
 
 class Repeats(NamedTuple):
@@ -297,7 +317,7 @@ def _is_setting(key: str, value: object) -> bool:
 
 
 def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
-    """Return the recipe with a choice made. A compiler is not simulated."""
+    """Return the recipe with a choice made. `simulate` has layers of its own for compiled ones."""
     model = {"activation_checkpointing": choice.recompute, "compile": False}
     options = config.optim.options
     is_open = config.optim.function is None and config.optim.name != "Muon" and not {"foreach", "fused"} & set(options)
