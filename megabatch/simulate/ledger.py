@@ -151,8 +151,9 @@ class MemoryLog:
         elif step.kind == FREE:
             self._count(step.category, -step.num_bytes, step.seconds)
         elif step.kind == MOVE:
-            self.held[step.before] -= step.num_bytes
-            self.held[step.category] += step.num_bytes
+            if step.category not in self.on_host:
+                self.held[step.before] -= step.num_bytes
+                self.held[step.category] += step.num_bytes
         elif step.kind == PHASE:
             self._phase, self.record = step.category, self.phases.setdefault(step.category, Phase())
             self._raise_peak()
@@ -420,7 +421,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         known.category = category
         if is_other_memory:
             self._resize(known, num_bytes)
-        elif num_bytes and category not in self.log.on_host:
+        elif num_bytes:
             self._log(MOVE, known, before)
 
     def _log(self, kind: str, known: _Storage, before: str = "") -> None:

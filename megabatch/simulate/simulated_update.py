@@ -278,6 +278,7 @@ class _Run:
         hooks += [each.module.register_forward_pre_hook(self._tag_buckets) for each in self._replicas()]
         if step_in_backward:  # its hook comes after the tag's, and its trial of the optimizer has real numbers
             self._stepping = StepInBackward(self._optimizer, self._wrapper)
+            hooks += [each.register_post_accumulate_grad_hook(self._tag_state) for each in self._wrapper.parameters]
         try:
             with self._fake, self._ledger, tagging_shards(self._ledger):
                 yield
@@ -335,8 +336,12 @@ class _Run:
         self._ledger.tag((parameter.grad,), "gradients")
 
     def _tag_states(self) -> None:
-        for state in self._optimizer.state.values():
-            self._ledger.tag((each for each in state.values() if isinstance(each, Tensor)), "optimizer states")
+        for parameter in self._optimizer.state:
+            self._tag_state(parameter)
+
+    def _tag_state(self, parameter: Tensor) -> None:
+        state = self._optimizer.state.get(parameter, {})
+        self._ledger.tag((each for each in state.values() if isinstance(each, Tensor)), "optimizer states")
 
 
 def _sum_totals(returned: Any) -> Tensor:

@@ -28,6 +28,7 @@ from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import quiet
+from megabatch.train.plan import simulation
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import Choice, UpdateLengths, build_grid
 from megabatch.train.plan.layouts import build_layouts, layout_text, propose_layouts
@@ -446,8 +447,10 @@ DEEP: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEEP)
-def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str) -> None:
+def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, values = DEEP[name]
+    extended: list[object] = []
+    monkeypatch.setattr(simulation, "extend", lambda *args: extended.append(extend(*args)) or extended[-1])
     deep = subject(recipe, world, model__config__num_hidden_layers=12, **values)
     assert deep.repeats is not None
     choices = deep.grid.choices()[:2]
@@ -464,6 +467,9 @@ def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str) -> None:
         assert found.peak_bytes == expected.peak_bytes
         assert found.at_peak == expected.at_peak
         assert found.reserved().peak_bytes == expected.reserved().peak_bytes
+        assert found.host_bytes == expected.host_bytes
+    assert len(extended) == len(choices)
+    assert None not in extended
 
 
 @pytest.mark.slow
