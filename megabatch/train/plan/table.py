@@ -118,8 +118,7 @@ def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
     wire, wire_unit = (GB, "GB") if max(row.sent_bytes for row in rows) >= GB else (10**6, "MB")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     parts = () if has_layouts else tuple(GROUPS)
-    in_memory = ["optimizer"] * (not has_layouts)
-    in_memory += [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved", "with margin")]
+    in_memory = [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved", "needed")]
     layout = ["layout"] * has_layouts
     names = [*layout, "fits", "samples\nat once", "micro-\nbatches", "sync", "recom-\npute", *in_memory]
     for name in (*names, f"sent\n{wire_unit}", "time\ns", "bound by"):
@@ -127,7 +126,7 @@ def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
     for row in _best_of_layouts(rows) if has_layouts else _shown(rows):
         cells = _cells(row, memory, wire)
         if has_layouts:
-            cells = [layout_text(row.parallel), *cells[:5], *cells[6 + len(GROUPS) :]]
+            cells = [layout_text(row.parallel), *cells[:5], *cells[5 + len(GROUPS) :]]
         table.add_row(*cells, style=STYLES[row.fits] if sys.stdout.isatty() else None)
     return table
 
@@ -157,7 +156,6 @@ def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
         str(choice.num_microbatches),
         choice.sync + ("" if choice.reshard else ", kept gathered"),
         {True: "yes", False: "no", "selective": "selective"}[choice.recompute],
-        "fused" if choice.fused else "foreach",
         *(f"{size / memory:,.1f}" if row.at_peak else "" for size in groups),
         *(f"{at_least}{size / memory:,.1f}" for size in (row.peak_bytes, row.reserved_bytes, row.margined_bytes)),
         f"{about}{row.sent_bytes / wire:,.1f}",
