@@ -7,7 +7,7 @@ lacks.
 import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeGuard, cast
 
@@ -232,6 +232,27 @@ class UncompiledMode:
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """``_disable_current_modes``: without the dispatch modes that are open."""
+    from torch.utils import _python_dispatch
+
+    modes: Any = _python_dispatch
+    return modes._disable_current_modes()
+
+
+def partitioned(
+    call: Callable[..., Any], of_forward: Callable[..., Any], of_backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``aot_function`` with the partitioner and the decompositions of torch.compile; the first call traces."""
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    partition = partial(min_cut_rematerialization_partition, compiler="inductor")
+    make: Any = aot_function
+    return make(call, of_forward, of_backward, partition, decompositions=select_decomp_table())
 
 
 def has_function_mode() -> bool:
@@ -571,6 +592,11 @@ def unsharded_parameters(group: Any) -> list[nn.Parameter]:
 def partly_reduced(group: Any) -> Tensor | None:
     """``_partial_reduce_output``: gradients that HSDP has summed over the ranks of a shard, and not of replicas."""
     return group._partial_reduce_output
+
+
+def awaits_gather(group: Any) -> bool:
+    """``_all_gather_result``: True while a gather of the group has begun and is not waited for yet."""
+    return group._all_gather_result is not None
 
 
 def name_of_group(group: Any) -> str:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from megabatch.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from megabatch.simulate.compiled_layers import compile_layers as compile_layers
     from megabatch.simulate.devices import DEVICES as DEVICES
     from megabatch.simulate.devices import Device as Device
     from megabatch.simulate.devices import device_named as device_named
@@ -28,6 +29,7 @@ else:
         "QuantizedAdam": "quantized",
         "Replica": "replica",
         "Simulated": "simulated_update",
+        "compile_layers": "compiled_layers",
         "device_named": "devices",
         "extend": "repeated_layers",
         "simulate": "simulated_update",

@@ -6,24 +6,30 @@ memory as the driver reports it. NVLink and PCIe reach about four fifths of the 
 An operation takes as long as its arithmetic, as reading and writing its memory, or as its host takes to launch it,
 whichever is longest. `Device.efficiency` is fitted to published runs (benchmarks/published.py); the latencies of
 collectives are those by which NCCL chooses its algorithms (its src/graph/tuning.cc: LL128, ring and tree).
+
+Offloaded memory moves over PCIe (x16: 32 GB/s a direction for generation 4, 64 for 5). The host computes on it at the
+rate of the host's memory, of which each rank of a node has an eighth: DGX A100 (two sockets with 8 channels of
+DDR4-3200: 410 GB/s), DGX H100 (DDR5-4800: 614) and DGX B200 (DDR5-5600: 717). Other devices have the A100's host. Both
+count with four fifths of the printed rate; no run has measured them.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import packet_of
+from megabatch.torch_private import packet_of, schema_of
 
 MIB, GIB, GIGA, TERA = 2**20, 2**30, 10**9, 10**12
 LINK_SHARE = 0.8  # of the printed rate; NCCL's ring on eight A100 moves 235 of 300 GB/s
 START_SECONDS = 14e-6  # of a collective
 LINK_SECONDS, NETWORK_SECONDS = 1.9e-6, 4e-6  # of a message from rank to rank, inside of a node and between nodes
+MARGIN = 1 / 8  # of reserved memory: published runs with bfloat16 states held up to 1.11 times what is replayed
 LAUNCH_SECONDS = 6e-6  # of an operation that torch runs eagerly, on the host
 
 
@@ -40,9 +46,17 @@ class Device:
     ranks_per_node: int = 8
     efficiency: float = 0.6  # fraction of ``flops`` that the matrix products of a large model reach
     overhead_bytes: int = 2 * GIB  # outside of tensors: context, NCCL's buffers, cuBLAS's workspaces
+    margin: float = MARGIN  # of what its allocator reserves, for fragmentation that a replay does not see
     launch_seconds: float = LAUNCH_SECONDS  # of its host, per operation; 0 where the host computes itself
     start_seconds: float = START_SECONDS  # of a collective; 0: collectives have no latency
     attention_flops: Mapping[torch.dtype, float] = field(default_factory=dict[torch.dtype, float])  # where measured
+    pcie_bytes_per_second: float = LINK_SHARE * 32 * GIGA  # to or from its host
+    host_bytes_per_second: float = LINK_SHARE * 51 * GIGA  # of a rank's part of the host's memory
+
+    @property
+    def host(self) -> "Device":
+        """Return the rank's part of the host, which computes on what is offloaded."""
+        return replace(self, memory_bytes_per_second=self.host_bytes_per_second)
 
     def flops_per_second(self, dtype: torch.dtype, *, is_attention: bool = False) -> float:
         """Return the rate that matrix products of a dtype reach, or attention."""
@@ -103,15 +117,25 @@ def _link(gigabytes: float) -> float:
     return LINK_SHARE * gigabytes * GIGA
 
 
+class _Host(TypedDict):
+    pcie_bytes_per_second: float
+    host_bytes_per_second: float
+
+
+def _host(pcie: float, memory: float) -> _Host:
+    """Return the usable rates of PCIe and of a rank's part of the host's memory, from printed gigabytes per second."""
+    return {"pcie_bytes_per_second": _link(pcie), "host_bytes_per_second": _link(memory)}
+
+
 _A100, _H100 = _rates(312, 19.5, 19.5), _rates(989, 67, 67)
 DEVICES = {
     device.name: device
     for device in (
         Device("a100-40g", 40_960 * MIB, _A100, 1555 * GIGA, _link(300), efficiency=0.7),
         Device("a100-80g", 81_920 * MIB, _A100, 2039 * GIGA, _link(300), efficiency=0.7),
-        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.6),
-        Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA, efficiency=0.75),
-        Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA),
+        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.6, **_host(64, 77)),
+        Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA, efficiency=0.75, **_host(64, 77)),
+        Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA, **_host(64, 90)),
         Device("l40s", 46_068 * MIB, _rates(362, 91.6, 1.4), 864 * GIGA, _link(32)),
         Device("rtx4090", 24_564 * MIB, _rates(165, 82.6, 1.3), 1008 * GIGA, _link(32)),
         # A core of a server: nothing is measured, it is a placeholder for CPU runs.
@@ -124,8 +148,11 @@ DEVICES = {
             1 * GIGA,
             efficiency=0.5,
             overhead_bytes=0,
+            margin=0.0,
             launch_seconds=0.0,
             start_seconds=0.0,
+            pcie_bytes_per_second=math.inf,  # nothing is copied
+            host_bytes_per_second=20 * GIGA,
         ),
     )
 }
@@ -172,7 +199,8 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any,
     """Return the cost of an operation of torch that is no view, from the shapes of its arguments and results."""
     if packet_of(func) in FREE or func.namespace not in ("aten", "fsdp"):
         return NOTHING
-    tensors = [*tensors_in(args), *tensors_in(kwargs.values()), *tensors_in((result,))]
+    written = (result,) if result is not None else written_by(func, args)
+    tensors = [*tensors_in(args), *tensors_in(kwargs.values()), *tensors_in(written)]
     moving = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / device.memory_bytes_per_second
     formula = FORMULAS.get(packet_of(func)) or flop_registry.get(packet_of(func))
     if formula is None:
@@ -181,6 +209,12 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any,
     is_attention = "scaled_dot_product" in str(packet_of(func))
     arithmetic = flops / device.flops_per_second(next(tensors_in((result,))).dtype, is_attention=is_attention)
     return Cost(flops, max(moving, arithmetic), arithmetic > moving)
+
+
+def written_by(func: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the arguments that an operation writes to, which is to return nothing: those of ``foreach`` and fused."""
+    pairs = zip(schema_of(func).arguments, args, strict=False)
+    return [value for argument, value in pairs if argument.is_write]
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -66,7 +66,10 @@ def _check_module(module: nn.Module) -> None:
     if isinstance(module, FullyShardedDataParallel):
         raise PlanError("FSDP1 cannot be simulated; shard with FSDP2's fully_shard")
     if original_of(module) is not module or is_compiled(module):
-        raise PlanError("the model is compiled, and what a compiler fuses cannot be simulated; leave compile out")
+        raise PlanError(
+            "the model is compiled, which does not run on fake tensors; leave compile out, and give its layers to "
+            "megabatch.simulate.compile_layers"
+        )
 
 
 def give_fake_memory(models: list[nn.Module]) -> None:

@@ -9,7 +9,7 @@ an operation on tensors of the global shape, which take no memory. Only one ledg
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from megabatch.torch_private import (
     TorchDispatchMode,
     UncompiledMode,
     address_of,
+    awaits_gather,
     class_of_groups,
     is_traceable_wrapper_subclass,
     local_tensor,
@@ -45,6 +46,7 @@ CATEGORIES = (
     "temporaries",
 )
 """Uses of a device's memory, as `Moment` and `Simulated` list them."""
+TO_DEVICE, TO_HOST = "to device", "to host"  # directions of a copy
 HOST = "host"  # category of memory on the host only
 DEVICE_OF = torch.ops.prim.device.default  # of fake tensors only
 SILENT = ("prim", "profiler")  # namespaces of operations without memory and work
@@ -59,8 +61,11 @@ class Phase:
     flops: int = 0
     compute_seconds: float = 0.0
     arithmetic_seconds: float = 0.0  # of those, in operations that arithmetic limits and not memory
-    host_seconds: float = 0.0  # to launch the operations
+    host_seconds: float = 0.0  # to launch the operations, and to compute on what is offloaded
+    cpu_seconds: float = 0.0  # of those, the latter
+    copy_seconds: float = 0.0  # of offloaded shards over PCIe, beside computing: the larger of both directions
     awaited_seconds: float = 0.0  # of collectives that computing waits for
+    fill: float = 1.0  # of a microbatch: tokens by those that were simulated, which computing and awaiting follow
     sent: dict[Key, Sent] = field(default_factory=dict)
 
     @property
@@ -77,15 +82,20 @@ class Phase:
     def seconds(self) -> float:
         """Seconds of the phase; traffic overlaps with computing, except for what computing waits for."""
         overlapped = self.traffic_seconds - self.awaited_seconds
-        return max(self.compute_seconds, self.host_seconds, overlapped) + self.awaited_seconds
+        computing = max(self.fill * self.compute_seconds, self.host_seconds)
+        return max(computing, overlapped, self.copy_seconds) + self.fill * self.awaited_seconds
 
     @property
     def bound(self) -> str:
-        """The limit of the speed: "compute", "memory bandwidth", "launches" or "traffic"."""
-        if self.traffic_seconds > max(self.compute_seconds, self.host_seconds):
+        """The limit of the speed: "compute", "memory bandwidth", "launches", "host", "PCIe" or "traffic"."""
+        computing = self.fill * self.compute_seconds
+        traffic_seconds = self.traffic_seconds - (1 - self.fill) * self.awaited_seconds
+        if self.copy_seconds > max(computing, self.host_seconds, traffic_seconds):
+            return "PCIe"
+        if traffic_seconds > max(computing, self.host_seconds):
             return "traffic"
-        if self.host_seconds > self.compute_seconds:
-            return "launches"
+        if self.host_seconds > computing:
+            return "host" if 2 * self.cpu_seconds > self.host_seconds else "launches"
         return "compute" if 2 * self.arithmetic_seconds >= self.compute_seconds else "memory bandwidth"
 
 
@@ -141,8 +151,9 @@ class MemoryLog:
         elif step.kind == FREE:
             self._count(step.category, -step.num_bytes, step.seconds)
         elif step.kind == MOVE:
-            self.held[step.before] -= step.num_bytes
-            self.held[step.category] += step.num_bytes
+            if step.category not in self.on_host:
+                self.held[step.before] -= step.num_bytes
+                self.held[step.category] += step.num_bytes
         elif step.kind == PHASE:
             self._phase, self.record = step.category, self.phases.setdefault(step.category, Phase())
             self._raise_peak()
@@ -220,11 +231,15 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}  # by address
         self._streams: dict[int, tuple[int, object]] = {}  # by identity, which is kept with it
         self._names = self._muted = 0
+        self._is_in_kernel = False
+        self._offloads, self._is_on_device = bool(self.log.on_host - {HOST}), False
+        self._copied = {TO_DEVICE: 0, TO_HOST: 0}  # bytes of the phase
         self._undo = contextlib.ExitStack()
 
     def enter_phase(self, name: str, category: str) -> None:
         """Begin a phase; new storages have this category until they are tagged."""
         self.category = category
+        self._copied = dict.fromkeys(self._copied, 0)
         self.log.add(Step(PHASE, category=name, seconds=self._seconds))
 
     def begin(self) -> None:
@@ -242,6 +257,35 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         for tensor in tensors:
             for storage in () if tensor is None else list_storages(tensor):
                 self._note_storage(storage, category, retag=True)
+
+    @contextlib.contextmanager
+    def copying_shards(self, parameters: Sequence[Any]) -> Generator[None]:
+        """Copy the offloaded shards of FSDP2's parameters to the device, and keep the copies while this is open."""
+        before, self._is_on_device = self._is_on_device, True
+        shards = [local_tensor(each.sharded_param) for each in parameters] if self._offloads else []
+        casts = [each.param_dtype not in (None, each.sharded_param.dtype) for each in parameters]
+        copied = [shard.nbytes for shard in shards]
+        # A cast lets go of its copy before the next one; the ledger sees what it is cast to.
+        kept = sum(size for size, is_cast in zip(copied, casts, strict=False) if not is_cast)
+        largest = max((size for size, is_cast in zip(copied, casts, strict=False) if is_cast), default=0)
+        copy = _Storage(0, "communication", 0)
+        self._resize(copy, -(-(kept + largest) // ROUND_BYTES) * ROUND_BYTES)
+        self.count_copy(TO_DEVICE, sum(copied))
+        try:
+            yield
+        finally:
+            self._is_on_device = before
+            self._resize(copy, 0)
+
+    def count_copy(self, direction: str, num_bytes: int) -> None:
+        """Count a copy between the device and its host."""
+        self._copied[direction] += num_bytes
+        self.log.record.copy_seconds = max(self._copied.values()) / self.device.pcie_bytes_per_second
+
+    @property
+    def offloads(self) -> bool:
+        """True if some categories are on the host."""
+        return self._offloads
 
     def __enter__(self) -> "Ledger":
         self._undo = contextlib.ExitStack()
@@ -273,17 +317,31 @@ class Ledger(UncompiledMode, TorchDispatchMode):
             return args[0]
         if self._muted or func.is_view or func.namespace in SILENT:
             return result
+        is_of_host = self._offloads and not self._is_on_device and self._is_of_host((*args, *kwargs.values()))
+        category = HOST if is_of_host else self.category
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in((result,)):
-            self._note_storage(tensor.untyped_storage(), self.category)
+            self._note_storage(tensor.untyped_storage(), category)
         if (collective := parse_collective(func, args, kwargs, result)) is not None:
             self._count_collective(collective)
-        cost, record = cost_of(func, args, kwargs, result, self.device), self.log.record
+        if self._is_in_kernel:
+            return result
+        device = self.device.host if is_of_host else self.device
+        cost, record = cost_of(func, args, kwargs, result, device), self.log.record
+        self._seconds += cost.seconds
+        if is_of_host:
+            record.cpu_seconds += cost.seconds
+            record.host_seconds += cost.seconds + (self.device.launch_seconds if cost.seconds else 0.0)
+            return result
         record.flops += cost.flops
         record.compute_seconds += cost.seconds
         record.arithmetic_seconds += cost.seconds if cost.is_arithmetic else 0.0
         record.host_seconds += self.device.launch_seconds if cost.seconds else 0.0
-        self._seconds += cost.seconds
         return result
+
+    def _is_of_host(self, arguments: tuple[Any, ...]) -> bool:
+        """Return True if an argument is in the host's memory."""
+        storages = (self._storages.get(address_of(each.untyped_storage())) for each in tensors_in(arguments))
+        return any(known is not None and known.category in self.log.on_host for known in storages)
 
     def _count_collective(self, collective: Collective) -> None:
         sent = count_traffic(collective, self.axes, self.device)
@@ -292,6 +350,24 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         record.awaited_seconds += sent.seconds if collective.is_awaited else 0.0
         if collective.kind in ("all_gather", "reduce_scatter"):
             self.tag(collective.tensors, "communication")
+
+    def add_kernels(self, num: int, num_bytes: int) -> None:
+        """Count kernels that read and write so many bytes together."""
+        seconds = num_bytes / self.device.memory_bytes_per_second
+        self.log.record.compute_seconds += seconds
+        self.log.record.host_seconds += num * self.device.launch_seconds
+        self._seconds += seconds
+
+    @contextlib.contextmanager
+    def in_kernel(self, *, is_written: bool) -> Generator[None]:
+        """Count no work inside, which `add_kernels` has counted, and memory only of what is written."""
+        self._is_in_kernel = True
+        self._muted += not is_written
+        try:
+            yield
+        finally:
+            self._is_in_kernel = False
+            self._muted -= not is_written
 
     @contextlib.contextmanager
     def muted(self) -> Any:
@@ -345,7 +421,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         known.category = category
         if is_other_memory:
             self._resize(known, num_bytes)
-        elif num_bytes and category not in self.log.on_host:
+        elif num_bytes:
             self._log(MOVE, known, before)
 
     def _log(self, kind: str, known: _Storage, before: str = "") -> None:
@@ -379,9 +455,19 @@ class Ledger(UncompiledMode, TorchDispatchMode):
 def tagging_shards(ledger: Ledger) -> Generator[None]:
     """Tag, in any model, the parameters that FSDP2 gathers and the gradients that it accumulates."""
 
+    def beginning(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def unshard(group: Any, *flags: Any, **named: Any) -> Any:
+            if not ledger.offloads or awaits_gather(group) or group.is_unsharded:
+                return begin(group, *flags, **named)
+            with ledger.copying_shards(group.fsdp_params):
+                return begin(group, *flags, **named)
+
+        return unshard
+
     def gathering(wait: Callable[..., Any]) -> Callable[..., Any]:
         def wait_for_unshard(group: Any) -> Any:
-            result = wait(group)
+            with ledger.copying_shards(()):  # with one rank the gather is here
+                result = wait(group)
             for parameter in group.fsdp_params:
                 ledger.tag(getattr(parameter, "all_gather_outputs", ()), "unsharded parameters")
             return result
@@ -393,12 +479,19 @@ def tagging_shards(ledger: Ledger) -> Generator[None]:
             _tag_gradients(ledger, group)
             result = after(group, *unused)
             _tag_gradients(ledger, group)
+            if ledger.offloads and group.reduce_grads and partly_reduced(group) is None:
+                shards = (each.sharded_param.grad for each in group.fsdp_params)
+                ledger.count_copy(TO_HOST, sum(local_tensor(each).nbytes for each in shards if each is not None))
             return result
 
         return post_backward
 
     groups = class_of_groups()
-    with replaced(groups, "wait_for_unshard", gathering), replaced(groups, "post_backward", reducing):
+    with (
+        replaced(groups, "unshard", beginning),
+        replaced(groups, "wait_for_unshard", gathering),
+        replaced(groups, "post_backward", reducing),
+    ):
         yield
 
 

@@ -19,6 +19,9 @@ from megabatch.simulate.ledger import ALLOCATE, BEGIN, FREE, MOVE, PHASE, Memory
 from megabatch.simulate.simulated_update import Simulated
 
 WINDOW, FEW = 64, 8  # steps to compare after a block, and after a step with other bytes
+WORK = (
+    "flops", "compute_seconds", "arithmetic_seconds", "host_seconds", "cpu_seconds", "copy_seconds", "awaited_seconds",
+)  # fmt: skip
 OPTIMIZER_PHASE = "step"
 Kind = tuple[object, ...]
 
@@ -64,7 +67,7 @@ def _grown(shallow: int, deeper: int, num_blocks: int) -> int:
 
 def _add_work(phase: Phase, shallow: Phase, deeper: Phase, num_blocks: int) -> None:
     """Give a phase the arithmetic and the traffic of its layers."""
-    for name in ("flops", "compute_seconds", "arithmetic_seconds", "host_seconds", "awaited_seconds"):
+    for name in WORK:
         setattr(phase, name, _grown(getattr(shallow, name), getattr(deeper, name), num_blocks))
     phase.sent = {
         key: sent.times_plus(num_blocks, shallow.sent[key].times_plus(1 - num_blocks) if key in shallow.sent else None)

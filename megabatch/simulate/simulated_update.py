@@ -12,7 +12,7 @@
 - Tensors have no contents: experts get tokens by shape only, and code that reads numbers is refused.
 - ``peak_bytes`` is allocated memory. Reserved memory decides what fits: call `Simulated.reserved` with a limit.
 - On a real CPU the system does not count memory that was never touched, so a measurement can be below the prediction.
-- With CPU offload the copy of a unit's shard on its way to the device is not counted.
+- With CPU offload, copies run beside computing, and the host's computing holds up its launches.
 """
 
 import contextlib
@@ -26,10 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from megabatch.engine.call import CallAgreement
+from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
-from megabatch.losses.contract import JointLoss, LossFunction, differentiable, terms_of
+from megabatch.losses.contract import PAIR_NAME, JointLoss, LossFunction, differentiable, loss_hooks, terms_of
 from megabatch.planning.plan import num_gathered_once
 from megabatch.simulate.allocator import Reserved, reserved
+from megabatch.simulate.compiled_layers import CompiledForward
 from megabatch.simulate.devices import Device, device_named
 from megabatch.simulate.fake_cluster import (
     FakeMode,
@@ -104,11 +107,14 @@ class Simulated:
 
     @property
     def compute_seconds(self) -> float:
-        return sum(self.times[name] * phase.compute_seconds for name, phase in self.phases.items())
+        return sum(self.times[name] * phase.fill * phase.compute_seconds for name, phase in self.phases.items())
 
     @property
     def traffic_seconds(self) -> float:
-        return sum(self.times[name] * phase.traffic_seconds for name, phase in self.phases.items())
+        return sum(
+            self.times[name] * (phase.traffic_seconds - (1 - phase.fill) * phase.awaited_seconds)
+            for name, phase in self.phases.items()
+        )
 
     @property
     def bound(self) -> str:
@@ -117,6 +123,14 @@ class Simulated:
         for name, phase in self.phases.items():
             sums[phase.bound] += self.times[name] * phase.seconds
         return max(sums, key=sums.__getitem__)
+
+    def filled(self, fill: float) -> "Simulated":
+        """Return the same update with the seconds of microbatches that have ``fill`` times the tokens on average.
+
+        Memory stays that of the microbatch that was simulated, the longest one.
+        """
+        phases = {name: phase if name == "step" else replace(phase, fill=fill) for name, phase in self.phases.items()}
+        return replace(self, phases=phases)
 
     def at(self, num_microbatches: int) -> "Simulated":
         """Return the same update with another number of microbatches; two or all of them must have been run."""
@@ -144,6 +158,7 @@ def simulate(
     sync: str = "auto",
     max_norm: float | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    step_in_backward: bool = False,
     device: Device | str = "h100-80g",
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     run_all: bool = False,
@@ -161,6 +176,7 @@ def simulate(
         sync: As for `GradientAccumulator`.
         max_norm: As for `GradientAccumulator.finalize`.
         accumulate_dtype: As for `GradientAccumulator`.
+        step_in_backward: Step the optimizer in the last backward, as `GradientAccumulator.step_in_backward` does.
         device: The rank's device, by name or as a `Device`.
         around: Makes a context manager around each forward and backward, for example torch's loss_parallel.
         run_all: Run every microbatch. False: run two of them, and count the second for the others.
@@ -180,7 +196,7 @@ def simulate(
         models = check_model(model)
         ledger = Ledger(place, axes, _host_categories(models))
         run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
-        with run.tagging():
+        with run.tagging(step_in_backward=step_in_backward):
             run.update(make_batch, loss_fn, max_norm, num_run, around)
             run.begin_second()
             run.update(make_batch, loss_fn, max_norm, num_run, around)
@@ -231,12 +247,15 @@ class _Run:
         sync: str,
     ) -> None:
         self._model, self._models, self._ledger = model, models, ledger
-        self._fake = FakeMode()
+        self._fake, self._stepping = FakeMode(), cast(StepInBackward | None, None)
         with self._fake, ledger:
             give_fake_memory(self._models)
             for each in self._models:
                 ledger.tag(each.parameters(), "parameters")
                 ledger.tag(each.buffers(), "buffers")
+        for each in self._modules():
+            if isinstance(each.forward, CompiledForward):
+                each.forward.graphs.ledger = ledger
         self._wrapper = detect_wrapper(model, mesh)  # outside of the mode, since it reads the mesh
         _use_only_rank(self._wrapper)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
@@ -247,14 +266,20 @@ class _Run:
             self._tag_states()
         ledger.begin_log()
 
+    def _modules(self) -> list[nn.Module]:
+        return [module for model in self._models for module in model.modules()]
+
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for model in self._models for parameter in model.parameters()]
 
     @contextlib.contextmanager
-    def tagging(self) -> Generator[None]:
-        """Tag gradients, buckets and shards during the updates."""
+    def tagging(self, *, step_in_backward: bool) -> Generator[None]:
+        """Tag gradients, buckets and shards during the updates, and step in their last backward if asked to."""
         hooks = [each.register_post_accumulate_grad_hook(self._tag_gradient) for each in self._wrapper.parameters]
         hooks += [each.module.register_forward_pre_hook(self._tag_buckets) for each in self._replicas()]
+        if step_in_backward:  # its hook comes after the tag's, and its trial of the optimizer has real numbers
+            self._stepping = StepInBackward(self._optimizer, self._wrapper)
+            hooks += [each.register_post_accumulate_grad_hook(self._tag_state) for each in self._wrapper.parameters]
         try:
             with self._fake, self._ledger, tagging_shards(self._ledger):
                 yield
@@ -280,12 +305,17 @@ class _Run:
         wrapper, ledger = self._wrapper, self._ledger
         drop_gradients(wrapper.parameters)
         self._wide.begin()
+        if self._stepping is not None:
+            self._stepping.check_finalize(max_norm, None)
+            weights = {} if loss_hooks(loss_fn).weigh is None else {PAIR_NAME: 1.0}
+            self._stepping.prepare_call(CallAgreement(num, num, num, weights, None), number=1)
         for index in range(num):
             with wrapper.microbatch(self.policy, last=index == num - 1), around():
                 ledger.enter_phase(f"forward {index + 1}", "activations")
                 objective = _sum_totals(loss_fn(self._model, make_batch())) * wrapper.loss_factor
                 ledger.enter_phase(f"backward {index + 1}", "temporaries")
-                objective.backward()
+                with nullcontext() if self._stepping is None else self._stepping.backward(index):
+                    objective.backward()
                 del objective
             ledger.tag((each.grad for each in wrapper.parameters), "gradients")
         ledger.enter_phase("step", HOST if ledger.log.on_host - {HOST} else "temporaries")
@@ -307,8 +337,12 @@ class _Run:
         self._ledger.tag((parameter.grad,), "gradients")
 
     def _tag_states(self) -> None:
-        for state in self._optimizer.state.values():
-            self._ledger.tag((each for each in state.values() if isinstance(each, Tensor)), "optimizer states")
+        for parameter in self._optimizer.state:
+            self._tag_state(parameter)
+
+    def _tag_state(self, parameter: Tensor) -> None:
+        state = self._optimizer.state.get(parameter, {})
+        self._ledger.tag((each for each in state.values() if isinstance(each, Tensor)), "optimizer states")
 
 
 def _sum_totals(returned: Any) -> Tensor:

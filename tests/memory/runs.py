@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +30,8 @@ SIZES = {  # hidden, layers, heads, vocabulary
     "25m": (512, 4, 8, 12_000),
     "100m": (1024, 4, 16, 24_000),
 }
-AXES = {"plain": {}, "ddp": {"dp": 2}, "fsdp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+AXES = {"plain": {}, "ddp": {"dp": 2}, "fsdp2": {"dp_shard": 2}, "offload": {"dp_shard": 2},
+        "hsdp": {"dp_replicate": 2, "dp_shard": 2},
         "cp": {"dp_shard": 1, "cp": 2}, "tp": {"dp_shard": 1, "tp": 2}}  # fmt: skip
 # glibc gives back what is freed, so that what is resident is what is allocated.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -46,7 +47,7 @@ class Run:
     tokens: int = 128
     microbatches: int = 1
     sync: str = "last"
-    optimizer: str = "adamw-foreach"
+    optimizer: str = "adamw-foreach"  # "adamw-foreach-in-backward" steps in the last backward
     precision: str = "float32"  # or "bfloat16", or "mixed": FSDP2 computes in bfloat16 and reduces in float32
     recompute: str = "no"  # or "yes", or "selective"
 
@@ -65,6 +66,14 @@ class Run:
     @property
     def world(self) -> int:
         return 4 if self.wrapper == "hsdp" else 2 if self.axes else 1
+
+    @property
+    def steps_in_backward(self) -> bool:
+        return self.optimizer.endswith("-in-backward")
+
+    @property
+    def max_norm(self) -> float | None:
+        return None if self.steps_in_backward else 1.0
 
     @property
     def steady_after(self) -> int:
@@ -100,18 +109,19 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
         assert mesh is not None
         spread(model, mesh["tp"], sequence_parallel=True, loss_parallel=False)
         mesh = mesh["dp_shard"]
-    if run.wrapper in ("fsdp2", "hsdp", "cp", "tp"):
+    if run.wrapper in ("fsdp2", "offload", "hsdp", "cp", "tp"):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = mixed if run.precision == "mixed" else MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy(pin_memory=False) if run.wrapper == "offload" else OffloadPolicy()
         for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
 
 def optimizer_of(model: nn.Module, run: Run) -> torch.optim.Optimizer:
     if run.optimizer in QUANTIZED_OPTIMIZERS:
         return QuantizedAdam(model.parameters(), run.optimizer)
-    kind, _, way = run.optimizer.partition("-")
+    kind, way, *_ = run.optimizer.split("-")
     options: dict[str, Any] = {"lr": 1e-4, "foreach": way == "foreach", "fused": way == "fused"}
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=0.0, **options)
@@ -140,8 +150,10 @@ def predicted(run: Run, **options: Any) -> Simulated:
 
     return simulate(
         make_model, lambda model: optimizer_of(model, run), microbatch, losses.next_token,
-        **{"axes": run.axes, "num_microbatches": run.microbatches, "sync": run.sync, "max_norm": 1.0, "device": "cpu"}
-        | options,
+        **{
+            "axes": run.axes, "num_microbatches": run.microbatches, "sync": run.sync, "max_norm": run.max_norm,
+            "step_in_backward": run.steps_in_backward, "device": "cpu",
+        } | options,
     )  # fmt: skip
 
 
@@ -155,11 +167,13 @@ class Real:
         self.model = wrapped(llama(run), run, mesh, DistributedDataParallel)
         self.optimizer = optimizer_of(self.model, run)
         self.gradient = GradientAccumulator(self.model, micro_batch_size=run.rows, sync=run.sync, mesh=mesh)
-        self.batch = batch_of(run, run.microbatches)
+        if run.steps_in_backward:
+            self.gradient.step_in_backward(self.optimizer)
+        self.batch, self.max_norm = batch_of(run, run.microbatches), run.max_norm
 
     def update(self) -> None:
         self.gradient.forward_backward(self.batch, losses.next_token)
-        assert self.gradient.finalize(max_norm=1.0).finite
+        assert self.gradient.finalize(max_norm=self.max_norm).finite
         self.optimizer.step()
 
 
@@ -180,21 +194,24 @@ def measured(name: str) -> dict[str, Any]:
 def counted(name: str) -> dict[str, Any]:
     """The job of a run: what the ledger counts of it, on real tensors."""
     run = Run.parse(name)
-    with Ledger(axes=run.axes) as ledger, tagging_shards(ledger):
+    on_host = ("parameters", "gradients", "optimizer states") if run.wrapper == "offload" else ()
+    with Ledger(axes=run.axes, on_host=on_host) as ledger, tagging_shards(ledger):
         real = Real(run)
         ledger.tag(real.model.parameters(), "parameters")
         for _ in range(run.steady_after):
             real.update()
-        seen = []
+        seen, on_host = [], []
         for _ in range(3):  # a thread of gloo may hold what it has sent a moment longer: the least is what is needed
             ledger.begin()
             ledger.enter_phase("update", "activations")
             real.update()
             ledger.enter_phase("after", "activations")
             seen.append(ledger.log.phases["update"])
+            on_host.append(ledger.log.host_peak_bytes)
     sent = seen[0].sent
     return {
         "peak_bytes": min(phase.peak_bytes for phase in seen),
+        "host_bytes": min(on_host),
         "sent": {f"{kind}:{axis}": [each.calls, each.buffer_bytes, each.sent_bytes]
                  for (kind, axis, _), each in sent.items()},
     }  # fmt: skip

@@ -33,6 +33,18 @@ COUNTED = {
     "large vocabulary": Run("wide", rows=16, microbatches=2),
     "large vocabulary, fsdp2": Run("wide", "fsdp2", 16, microbatches=2, precision="mixed"),
 }
+COUNTED |= {
+    "offload": Run("toy", "offload", 2, 16, 2, "every"),
+    "offload last": Run("25m", "offload", 1, 32, 2, "last", "adamw-fused"),
+    "offload, mixed": Run("toy", "offload", 2, 16, 2, precision="mixed"),
+}
+IN_BACKWARD = "adamw-foreach-in-backward"
+COUNTED |= {
+    "in backward": Run(rows=1, tokens=32, optimizer=IN_BACKWARD),
+    "in backward, two": Run(rows=1, tokens=32, microbatches=2, optimizer=IN_BACKWARD),
+    "in backward, fsdp2": Run("25m", "fsdp2", 1, 32, 1, "every", optimizer=IN_BACKWARD),
+    "in backward, fsdp2, last": Run("toy", "fsdp2", 2, 16, 2, "last", IN_BACKWARD),
+}
 MARGIN = 0.05
 MESSAGES = (2, 848, 424)  # calls, bytes gathered, bytes sent; of two ranks
 FEWER_MESSAGES = (1, 272, 136)  # of ranks with the same samples
@@ -73,6 +85,14 @@ def test_the_ledger_counts_on_real_tensors_what_it_counts_on_fake_ones(counted: 
     assert 0.995 < ratio < 1.03, ratio  # fake operations keep a little more
 
 
+@pytest.mark.parametrize("name", [name for name in COUNTED if name.startswith("offload")])
+def test_what_is_offloaded_is_counted_on_the_host(counted: dict[str, Any], name: str) -> None:
+    found = simulated(COUNTED[name])
+    assert found.host_bytes / counted[name]["host_bytes"] == pytest.approx(1, abs=0.01)
+    whole = 4 * found.num_parameters
+    assert found.host_bytes > 3 * whole / 2
+
+
 def test_a_layer_waits_for_the_keys_of_other_ranks() -> None:
     """Each microbatch gathers keys and values as often as it sends their gradients back, and as many bytes."""
     found = simulated(COUNTED["cp"])
@@ -94,6 +114,11 @@ def test_without_buckets_ddp_would_be_predicted_wrong(counted: dict[str, Any], m
 def test_without_resized_storages_fsdp2_would_be_predicted_wrong(counted: dict[str, Any], monkeypatch) -> None:
     monkeypatch.setattr(Ledger, "_watch_resize", lambda ledger, resize: resize)
     ratio = simulated_anew(COUNTED["fsdp2 every"]).peak_bytes / counted["fsdp2 every"]["peak_bytes"]
+    assert ratio > 1 + MARGIN, ratio
+
+
+def test_a_step_after_the_backward_would_be_predicted_wrong(counted: dict[str, Any]) -> None:
+    ratio = predicted(COUNTED["in backward"], step_in_backward=False).peak_bytes / counted["in backward"]["peak_bytes"]
     assert ratio > 1 + MARGIN, ratio
 
 

@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from megabatch import MegabatchError
+from megabatch import GradientAccumulator, MegabatchError
 from megabatch.simulate import device_named, extend
 from megabatch.train.autotune.device_file import device_toml
 from megabatch.train.config import Config, ModelConfig
@@ -28,8 +28,9 @@ from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import quiet
+from megabatch.train.plan import simulation
 from megabatch.train.plan.estimate import estimate_cost
-from megabatch.train.plan.grid import Choice, build_grid
+from megabatch.train.plan.grid import Choice, UpdateLengths, build_grid
 from megabatch.train.plan.layouts import build_layouts, layout_text, propose_layouts
 from megabatch.train.plan.published import (
     RUNS,
@@ -56,6 +57,7 @@ from megabatch.train.plan.search import (
     run_simulation,
     search_choices,
     sort_rows,
+    with_margin,
 )
 from megabatch.train.plan.simulation import Repeats, Simulator, build_simulator, find_repeats
 from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
@@ -83,6 +85,7 @@ micro_batch_size = 1
 """
 KEYS = {
     "micro_batch_size", "num_microbatches", "sync", "fits", "peak_bytes", "reserved_bytes", "wire_bytes", "seconds",
+    "tokens_per_second",
 }  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
@@ -101,6 +104,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "cp": (4, {"parallel__cp": 4, "model__config__num_key_value_heads": 2}),
     "cp, recomputed": (2, {"parallel__cp": 2, "model__activation_checkpointing": "true"}),
+    "in backward": (1, {"optim__in_backward": "true", "update__max_norm": "none"}),
+    "in backward, fsdp2": (
+        2,
+        {"optim__in_backward": "true", "update__max_norm": "none", "parallel__wrapper": "fsdp2"},
+    ),
+    "offload": (2, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
+    "compiled": (2, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
+    "compiled, ddp": (2, {"parallel__wrapper": "ddp", "model__compile": "true", "model__compute_dtype": "bfloat16"}),
     "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
 }
 
@@ -237,6 +248,40 @@ def test_layouts_are_compared_and_the_keys_of_the_best_are_those_of_its_plan(
 
 
 @pytest.mark.slow
+def test_the_host_is_proposed_where_nothing_else_fits(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"model__config__hidden_size": 256, "update__global_batch_size": 2, "device": "cpu"}
+    offloaded = planned(recipe, 2, parallel__wrapper="fsdp2", parallel__cpu_offload="true", **values)[0]
+    others = plan_recipe(recipe, ["--layouts", *arguments(2, **values)])
+    least = min(row.peak_bytes for row in others)
+    assert not any(row.parallel.cpu_offload for row in others)
+    assert offloaded.peak_bytes < least
+    capsys.readouterr()
+    limit = (offloaded.peak_bytes + least) // 2
+    best, *_ = plan_recipe(recipe, ["--layouts", *arguments(2, memory=f"{limit}B", **values)])
+    assert (best.fits, layout_text(best.parallel)) == (YES, "fsdp2 2, offloaded")
+    out = capsys.readouterr().out
+    assert "\non the host: " in out
+    assert "--parallel.cpu_offload=true" in out
+
+
+@pytest.mark.slow
+def test_the_host_steps_as_fast_as_its_memory_and_copies_as_fast_as_pcie(recipe: Path) -> None:
+    what = subject(recipe, 2, parallel__wrapper="fsdp2", parallel__cpu_offload="true", device="h100")
+    choice = what.grid.choices()[0]
+    device = replace(what.device, launch_seconds=0.0, host_bytes_per_second=1e3, pcie_bytes_per_second=1e3)
+    with quiet():
+        found = replace(what, device=device).simulate(choice)
+    shard = 4 * what.sizes.num_parameters / 2
+    step = found.phases["step"]
+    assert step.cpu_seconds * 1e3 == pytest.approx((8 + 1 + 2) * shard, rel=0.01)  # AdamW, the norm and the clip
+    forward, backward = found.phases["forward 2"], found.phases["backward 2"]
+    assert forward.copy_seconds * 1e3 == pytest.approx(shard, rel=0.01)
+    assert backward.copy_seconds * 1e3 == pytest.approx(shard, rel=0.01)
+    assert found.seconds > found.compute_seconds + step.cpu_seconds
+    assert found.bound == "host"
+
+
+@pytest.mark.slow
 def test_a_layout_that_the_trainer_lacks_is_left_out_in_a_line(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,7 +405,7 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
     assert {row.fits for row in rows} == {NO}
     out = capsys.readouterr().out
     assert "nothing fits: the least is at least " in out
-    assert out.count(" >=") == 2 * sum(row.is_least for row in rows[:6]) > 0
+    assert out.count(" >=") == 3 * sum(row.is_least for row in rows[:6]) > 0
     assert "[update]" not in out
     assert {row.by for row in rows} == {CLOSED_FORM}
     with pytest.raises(MegabatchError, match="nothing fits, so there is no memory"):
@@ -387,7 +432,10 @@ def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> Non
     what = subject(recipe, 2, parallel__wrapper="fsdp2", device=device)
     found = what.simulate(what.grid.choices()[0])
     needed = reserved_bytes(found)
-    assert judge_memory(found, needed, needed)[0] == YES
+    margined = with_margin(needed, found.device)
+    assert judge_memory(found, margined, needed)[0] == YES
+    assert judge_memory(found, margined - 1, needed)[0] == (NO if device == "cpu" else TIGHT)
+    assert judge_memory(found, needed, needed)[0] == (YES if device == "cpu" else TIGHT)
     assert judge_memory(found, found.peak_bytes - 1, needed)[0] == NO
     between = found.peak_bytes
     told = judge_memory(found, between, needed)[0]
@@ -396,10 +444,7 @@ def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> Non
         return
     assert needed > found.peak_bytes
     reserved, expandable = found.reserved(between), found.reserved(between, expandable=True)
-    assert told == (
-        YES if reserved.fits and not reserved.retries else TIGHT if expandable.fits or reserved.fits else NO
-    )
-    assert told != YES
+    assert told == (TIGHT if expandable.fits or reserved.fits else NO)
 
 
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -418,13 +463,21 @@ DEEP: dict[str, tuple[int, dict[str, Any]]] = {
     "selective": (1, {"model__activation_checkpointing": "selective"}),
     "tp": (4, {"parallel__tp": 2, "parallel__wrapper": "fsdp2", "parallel__sequence_parallel": "true"}),
     "recompute": (1, {"model__activation_checkpointing": "true"}),
+    "compiled": (4, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
+    "in backward": (
+        4,
+        {"parallel__wrapper": "fsdp2", "optim__in_backward": "true", "update__max_norm": "none"},
+    ),
+    "offload": (4, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEEP)
-def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str) -> None:
+def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, values = DEEP[name]
+    extended: list[object] = []
+    monkeypatch.setattr(simulation, "extend", lambda *args: extended.append(extend(*args)) or extended[-1])
     deep = subject(recipe, world, model__config__num_hidden_layers=12, **values)
     assert deep.repeats is not None
     choices = deep.grid.choices()[:2]
@@ -441,6 +494,9 @@ def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str) -> None:
         assert found.peak_bytes == expected.peak_bytes
         assert found.at_peak == expected.at_peak
         assert found.reserved().peak_bytes == expected.reserved().peak_bytes
+        assert found.host_bytes == expected.host_bytes
+    assert len(extended) == len(choices)
+    assert None not in extended
 
 
 @pytest.mark.slow
@@ -556,10 +612,53 @@ def test_a_folder_with_nothing_but_a_config_is_planned(recipe: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_without_a_length_the_data_are_read(bench: Bench) -> None:
+def test_without_a_length_the_data_are_read(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory is that of the longest sample, and time that of the lengths, which are shorter."""
     values = {"data__cache": bench.path / "cache", "model__config__n_layer": 1}
     rows = planned(bench.recipe, **values)
     assert {row.microbatch_tokens // row.choice.micro_batch_size for row in rows} == {136}
+    capsys.readouterr()
+    plan_recipe(bench.recipe, arguments(**values))
+    assert "; time by 4 updates of " in capsys.readouterr().out
+    what = subject(bench.recipe, device="cpu", **values)
+    choice = next(each for each in what.grid.choices() if each.micro_batch_size == 1)
+    assert choice.fill < 1
+    with quiet():
+        ragged, longest = what.simulate(choice), what.simulate(replace(choice, fill=1.0))
+    step = longest.phases["step"].compute_seconds
+    assert ragged.peak_bytes == longest.peak_bytes
+    assert ragged.compute_seconds - step == pytest.approx(choice.fill * (longest.compute_seconds - step))
+    assert rows[0].tokens_per_second == pytest.approx(what.grid.lengths.num_tokens / rows[0].seconds)
+
+
+RAGGED = tuple(int(length) for length in torch.randint(1, 40, (24,), generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("kind", ["micro_batch_size", "max_microbatch_tokens"])
+@pytest.mark.parametrize("size", [1, 3, 24])
+def test_an_update_is_split_as_the_library_splits_it(kind: str, size: int) -> None:
+    longest = max(RAGGED)
+    limit = {kind: size * longest if kind == "max_microbatch_tokens" else size}
+    num, fill = UpdateLengths((RAGGED,), longest, kind != "micro_batch_size", one_row=False).split(size, 1)
+    real = GradientAccumulator(torch.nn.Linear(1, 1), **limit).plan([{"x": torch.zeros(each)} for each in RAGGED])
+    assert (num, num * size * longest * fill) == (real.num_microbatches, pytest.approx(real.padded_tokens))
+
+
+def test_samples_in_one_row_are_not_padded() -> None:
+    lengths = UpdateLengths(((90, *[10] * 7),), 90, by_tokens=True, one_row=True)
+    assert lengths.split(1, 1) == (2, pytest.approx(160 / (2 * 90)))
+    assert lengths.split(1, 2) == (2, pytest.approx(120 / (2 * 90))), (
+        "the slower rank has the long one and three others"
+    )
+    by_samples = replace(lengths, by_tokens=False)
+    assert by_samples.split(4, 1) == (2, pytest.approx(160 / (2 * 4 * 90)))
+    assert by_samples.num_tokens == 160
+
+
+def test_a_larger_microbatch_that_pads_more_may_take_longer() -> None:
+    small, large = Choice(1, 4, "last", True, False, True, 0.3), Choice(4, 1, "last", True, False, True, 0.9)
+    assert not large.takes_no_longer_than(small)
+    assert replace(large, fill=0.3).takes_no_longer_than(small)
 
 
 def config(**update: Any) -> Config:
@@ -665,9 +764,10 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
             ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
             'parallel.wrapper is "ddp", which shards nothing',
         ),
+        (["--optim.in_backward"], "optim.in_backward is true and update.max_norm is set"),
         (
-            ["--world", "2", "--parallel.wrapper=fsdp2", "--parallel.cpu_offload"],
-            "parallel.cpu_offload is true, whose time the plan does not estimate",
+            ["--world=2", "--parallel.wrapper=ddp", "--optim.in_backward", "--update.max_norm=none"],
+            "the model has DistributedDataParallel, whose whole gradient is there only after the backward",
         ),
         (["--world", "2", "--parallel.pp=2"], "parallel.pp is 2, which the plan does not simulate; plan with"),
         (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
@@ -699,6 +799,19 @@ def test_a_device_file_decides_the_time(recipe: Path, tmp_path: Path) -> None:
 def test_without_data_the_line_says_how_to_do_without(recipe: Path) -> None:
     with pytest.raises(MegabatchError, match=r"; or give --length N, the tokens of the longest sample"):
         plan_recipe(recipe, ["--data.max_sample_tokens=none"])
+
+
+def test_the_margin_covers_the_published_reserved_memory_but_for_a_lower_bound() -> None:
+    (path,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("published_cpu_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    more = {
+        row["run"]["eight_bit"]: row["run"]["gib"] / row["gib"]
+        for row in sorted(rows, key=lambda row: -(row["memory_ratio"] or 2))
+        if SOURCES[row["run"]["source"]].is_reserved and row["memory_ratio"]
+    }
+    margin = device_named("a100-80g").margin
+    assert 1.1 < more[False] < 1 + margin < more[True], "the most of each kind"
+    assert device_named("cpu").margin == 0
 
 
 def test_every_published_run_is_a_recipe_whose_layout_the_trainer_has() -> None:
@@ -784,6 +897,18 @@ def test_what_is_frozen_costs_no_gradient(recipe: Path, name: str) -> None:
             assert all(row.sent_bytes == pytest.approx(4 * sizes.num_trained, abs=8192) for row in runs)
 
 
+@pytest.mark.slow
+def test_a_step_in_backward_frees_gradients(recipe: Path) -> None:
+    values = {
+        "update__max_norm": "none", "model__config__hidden_size": 256, "update__global_batch_size": 1,
+        "data__max_sample_tokens": 16,
+    }  # fmt: skip
+    after, within = (planned(recipe, optim__in_backward=each, **values)[0] for each in ("false", "true"))
+    assert (after.by, within.by) == (SIMULATION, SIMULATION)
+    gradients = 4 * subject(recipe, **values).sizes.num_parameters
+    assert after.peak_bytes - within.peak_bytes > gradients / 2
+
+
 __all__ = ["recipe"]
 
 
@@ -825,6 +950,7 @@ def test_a_quantized_optimizer_is_planned_without_its_package(recipe: Path) -> N
         for row in rows:
             guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
             assert guess.peak_bytes * CERTAIN <= row.peak_bytes
+        assert all(row.is_least for row in rows), "whose step is not simulated"
         kept[name] = rows[0].at_peak["optimizer states"] / (what.sizes.num_parameters / 2)
     assert [*kept.values()] == pytest.approx([2 + 8 / 256, 1 + 8 / 128, 2 + 8 / 256], rel=0.03)
     with pytest.raises(MegabatchError, match="cannot be imported"):

@@ -336,7 +336,7 @@ def test_a_microbatch_that_is_lowered_is_told() -> None:
 
 def row_of(sync: str, seconds: float, sent_bytes: int, fits: str = YES, size: int = 2) -> PlanRow:
     choice = Choice(size, 4, sync, reshard=True, recompute=False, fused=True)
-    return PlanRow(choice, fits, "", 100, 100, sent_bytes, seconds, "compute", SIMULATION, 64)
+    return PlanRow(choice, fits, "", 100, 100, 100, sent_bytes, seconds, "compute", SIMULATION, 64)
 
 
 def test_a_plan_takes_of_two_policies_what_sends_least() -> None:

@@ -61,6 +61,8 @@ class ModelSizes:
     cuts_logits: bool = False
     num_stretches: int = 1  # ranks that cut each sequence among them
     num_key_features: int = 0  # of the keys and values of a token
+    offloads: bool = False  # parameters, gradients and states to the host
+    steps_in_backward: bool = False  # and frees each gradient as soon as it is complete
 
     @property
     def num_gathered(self) -> int:
@@ -158,6 +160,8 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         cuts_logits=config.parallel.loss_parallel,
         num_stretches=layout.cp,
         num_key_features=2 * num_key_heads * head_features,
+        offloads=config.parallel.cpu_offload,
+        steps_in_backward=config.optim.in_backward,
     )
 
 
@@ -216,11 +220,13 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     per_token = (
         RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS
     ) * sizes.num_parameters + GRADIENT_FLOPS * sizes.num_trained
-    flops = per_token * tokens * choice.num_microbatches
+    flops = per_token * tokens * choice.num_microbatches * choice.fill
     ranks = list(range(0, sizes.num_shards * sizes.num_copies * sizes.num_cut, sizes.num_cut))
     traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
     if sizes.is_sharded:
         traffic_seconds += _num_collectives(choice, sizes) * device.latency_seconds(ranks[: sizes.num_shards], 1)
+    if sizes.offloads:
+        traffic_seconds = max(traffic_seconds, _offloaded_bytes(choice, sizes) / device.pcie_bytes_per_second)
     copied_bytes = COPIES * _num_gathered(choice, sizes) * sizes.compute_bytes if sizes.is_sharded else 0
     compute_seconds = flops / device.flops_per_second(sizes.dtype) + copied_bytes / device.memory_bytes_per_second
     awaited_bytes, awaited_seconds = (
@@ -231,8 +237,13 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     )
     return Estimate(
         int(_peak_bytes(choice, sizes, tokens)), int(sent_bytes + awaited_bytes), compute_seconds, traffic_seconds,
-        awaited_seconds,
+        awaited_seconds * choice.fill,
     )  # fmt: skip
+
+
+def _offloaded_bytes(choice: Choice, sizes: ModelSizes) -> float:
+    """Return the bytes of the shards that are copied to the device in an update; fewer come back as gradients."""
+    return _num_gathered(choice, sizes) * sizes.parameter_bytes / sizes.num_shards
 
 
 def _layer_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device) -> tuple[int, float]:
@@ -281,7 +292,11 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     shard = T / sizes.num_shards * b_r  # of the gradient
     base = (P * sizes.parameter_bytes + T * (sizes.wider_bytes + sizes.state_bytes)) / sizes.num_shards
     base += shard if sizes.wrapped == "ddp" else 0  # in buckets
+    if sizes.offloads:
+        base = shard = 0
     held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
+    if sizes.steps_in_backward and not accumulates:
+        held = sizes.num_trained_unit / sizes.num_shards * b_r if sizes.is_sharded else 0
     keeps_sums = choice.sync == "replica_last" or (num_gathered_once(choice.sync) > 0 and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
     kept = max(0, num_gathered_once(choice.sync) - 1)  # layers whose parameters stay
@@ -289,7 +304,9 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
-    if sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
+    if sizes.steps_in_backward:
+        step = base
+    elif sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
         step = base + shard + sizes.num_widened * torch.float32.itemsize * (2 if choice.fused else 3)
     else:
         step = base + shard + (0 if choice.fused else shard)

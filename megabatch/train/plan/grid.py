@@ -3,7 +3,10 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import mean
 
+from megabatch import plan
+from megabatch.planning import best_fit
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 
@@ -29,6 +32,7 @@ class Choice:
     reshard: bool  # FSDP2 frees what it gathered after each forward, and gathers again for the backward
     recompute: bool | str  # activations in the backward; "selective" keeps some
     fused: bool  # the optimizer; the same in all choices of a plan
+    fill: float = 1.0  # mean tokens of a microbatch, by those of as many of the longest samples
 
     @property
     def gathers_some(self) -> bool:
@@ -65,7 +69,50 @@ class Choice:
             and self.sync == other.sync
             and self.reshard <= other.reshard
             and (self.recompute == other.recompute or not self.recompute)
+            and (self.fill == other.fill == 1 or self._computed <= other._computed)
         )
+
+    @property
+    def _computed(self) -> float:
+        """Tokens of an update with padding, by those of the longest sample."""
+        return self.num_microbatches * self.micro_batch_size * self.fill
+
+
+@dataclass(frozen=True)
+class UpdateLengths:
+    """Lengths of the samples of a few updates, and how a recipe splits them."""
+
+    updates: tuple[tuple[int, ...], ...]
+    longest_tokens: int  # of all samples
+    by_tokens: bool  # tokens bound a microbatch, not samples
+    one_row: bool  # its samples lie in one row, without padding
+
+    @property
+    def num_tokens(self) -> float:
+        """Real tokens of an update."""
+        return mean(map(sum, self.updates))
+
+    def split(self, micro_batch_size: int, dp_degree: int) -> tuple[int, float]:
+        """Return the microbatches of an update, and their mean tokens by those of as many of the longest samples."""
+        most_tokens = micro_batch_size * self.longest_tokens
+        found = [self._split(lengths, micro_batch_size, most_tokens, dp_degree) for lengths in self.updates]
+        num_microbatches = max(1, round(mean(num for num, _ in found)))
+        return num_microbatches, mean(tokens for _, tokens in found) / (num_microbatches * most_tokens)
+
+    def _split(
+        self, lengths: tuple[int, ...], micro_batch_size: int, most_tokens: int, dp_degree: int
+    ) -> tuple[int, int]:
+        """Return the microbatches of one update, and the tokens that the slowest rank computes."""
+        rows, tokens = (None, most_tokens) if self.by_tokens else (micro_batch_size, None)
+        ranks = plan(lengths, dp_degree=dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
+        if not self.one_row:
+            return ranks[0].num_microbatches, max(rank.padded_tokens for rank in ranks)
+        num_microbatches = ranks[0].num_microbatches
+        if self.by_tokens:
+            num_microbatches = max(
+                len(best_fit([max(1, each) for each in rank.lengths], most_tokens)) for rank in ranks
+            )
+        return num_microbatches, max(rank.num_tokens for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -78,23 +125,32 @@ class Grid:
     reshards: tuple[bool, ...]
     recomputes: tuple[bool | str, ...]
     fused: bool
+    dp_degree: int = 1
+    lengths: UpdateLengths | None = None  # None: every sample counts as long as the longest
 
     def choices(self) -> list[Choice]:
         """Return every choice."""
         found: list[Choice] = []
+        splits = {size: self._split(size) for size in self.micro_batch_sizes}
         for size, sync, reshard, recompute in product(
             self.micro_batch_sizes, self.syncs, self.reshards, self.recomputes
         ):
-            num_microbatches = -(-self.samples_per_rank // size)
+            num_microbatches, fill = splits[size]
             sync = self.syncs[0] if num_microbatches == 1 else sync  # a single microbatch is reduced at its end anyway
             reshard = reshard and sync != GATHER_ONCE
-            found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused))
+            found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused, fill))
         return list(dict.fromkeys(found))
+
+    def _split(self, size: int) -> tuple[int, float]:
+        if self.lengths is None:
+            return -(-self.samples_per_rank // size), 1.0
+        return self.lengths.split(size, self.dp_degree)
 
 
 def build_grid(
-    config: Config, stated: Collection[str], wrapped: str, dp_degree: int, length_tokens: int | None = None
-) -> Grid:
+    config: Config, stated: Collection[str], wrapped: str, dp_degree: int, length_tokens: int | None = None,
+    updates: tuple[tuple[int, ...], ...] = (),
+) -> Grid:  # fmt: skip
     """Return the grid of a recipe.
 
     Args:
@@ -103,6 +159,7 @@ def build_grid(
         wrapped: A key of `SYNCS`.
         dp_degree: Ranks that see different samples.
         length_tokens: Of the longest sample.
+        updates: Lengths of the samples of a few updates, if the data is read.
     """
     samples_per_rank = -(-sizes_of(config.update).largest // dp_degree)
     syncs = SYNCS[wrapped]
@@ -120,7 +177,10 @@ def build_grid(
     recomputes = (False, True) if isinstance(own, bool) else (False, own, True)
     if "model.activation_checkpointing" in stated or config.model.function is not None:  # a module may not have it
         recomputes = (own,)
-    return Grid(samples_per_rank, sizes, syncs, reshards, recomputes, _is_fused(config))
+    lengths = None
+    if updates and length_tokens is not None:
+        lengths = UpdateLengths(updates, length_tokens, cap is not None, config.update.one_row)
+    return Grid(samples_per_rank, sizes, syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths)
 
 
 def _micro_batch_sizes(config: Config, stated: Collection[str], samples_per_rank: int) -> tuple[int, ...]:

@@ -106,4 +106,4 @@ def layout_text(parallel: ParallelConfig) -> str:
     else:
         data = [f"{parallel.wrapper} {replicas * shards}"] if replicas * shards > 1 else []
     cuts = [f"{axis} {degree}" for axis in ("cp", "tp", "pp") if (degree := getattr(parallel, axis)) > 1]
-    return ", ".join([*data, *cuts])
+    return ", ".join([*data, *cuts, *["offloaded"] * parallel.cpu_offload])

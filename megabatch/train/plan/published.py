@@ -66,12 +66,10 @@ SOURCES = {
     "fms": Source(
         "IBM and Meta, Maximizing training throughput using PyTorch FSDP, 2024-03",
         "https://pytorch.org/blog/maximizing-training/",
-        "layers as transformers computes them, which are compiled there",
     ),
     "titan": Source(
         "torchtitan, Llama 2 on 64 A100, 2024",
         "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md",
-        "layers as transformers computes them, which are compiled there",
     ),
     "29425": Source(
         "memory table of huggingface/transformers 29425, and accelerate's page on gradient synchronization, 2024-03",
@@ -140,6 +138,7 @@ class Published:
     ranks_per_node: int = 8
     has_whole_logits: bool = False  # the loss takes the logits of a microbatch at once
     eight_bit: bool = False  # states of the optimizer
+    is_compiled: bool = False
     is_fitted: bool = False  # `Device.efficiency` was chosen by it
 
 
@@ -192,9 +191,11 @@ RUNS = (
     _mpt_run("7B", "h100-80g", 8, 4096, 16, 2, 8611, True, is_fitted=True),
     _mpt_run("13B", "h100-80g", 64, 2048, 2, 1, 4800, False),
     _mpt_run("30B", "h100-80g", 32, 2048, 14, 3, 2308, True),
-    Published("fms", "Llama 2 7B", "a100-80g", 128, 4096, 2, 1, None, 3700, recompute=False, replicas=16),
-    Published("fms", "CodeLlama 34B", "a100-80g", 128, 4096, 2, 1, None, 700),
-    Published("titan", "Llama 2 13B", "a100-80g", 64, 4096, 2, 1, None, 2162, recompute=False),
+    Published(
+        "fms", "Llama 2 7B", "a100-80g", 128, 4096, 2, 1, None, 3700, recompute=False, replicas=16, is_compiled=True
+    ),
+    Published("fms", "CodeLlama 34B", "a100-80g", 128, 4096, 2, 1, None, 700, is_compiled=True),
+    Published("titan", "Llama 2 13B", "a100-80g", 64, 4096, 2, 1, None, 2162, recompute=False, is_compiled=True),
     _report("CodeLlama 34B", 1, "every", 55),
     _report("CodeLlama 34B", 2, "last", OUT_OF_MEMORY),
     _report("CodeLlama 34B", 16, "every", 55),
@@ -278,6 +279,7 @@ def recipe_of(run: Published) -> Config:
     is_mixed = run.dtype == "mixed"
     model: dict[str, Any] = {
         "config": {**MODELS[run.model], **_positions(run)},
+        "compile": run.is_compiled,
         "dtype": "float32" if is_mixed else run.dtype,
         **({"compute_dtype": "bfloat16"} if is_mixed else {}),
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.simulate import Moment, Simulated
+from megabatch.simulate import Device, Moment, Simulated
 from megabatch.train.config import ParallelConfig
 from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.model.architecture import quiet
@@ -39,6 +39,7 @@ class Work:
     awaited: float
     compute_of_step: float
     host_of_step: float
+    cpu_of_step: float  # on what is offloaded
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class PlanRow:
     why: str  # it fits or not
     peak_bytes: int  # alive at once
     reserved_bytes: int  # that torch's allocator would take of unlimited memory
+    margined_bytes: int  # the same with `Device.margin`, which must fit
     sent_bytes: int
     seconds: float
     bound: str  # what limits the speed: "compute", "memory bandwidth" or "traffic"
@@ -58,14 +60,21 @@ class PlanRow:
     at_peak: dict[str, int] = field(default_factory=dict[str, int])  # by category; empty if by closed form
     where: str = ""  # phase of the peak
     history: tuple[Moment, ...] = field(default=(), repr=False)  # of memory
-    is_least: bool = False  # the memory is a lower bound
+    is_least: bool = False  # the memory is a lower bound: too much, or of an optimizer whose step is not simulated
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of the recipe, or of one of its layouts
     work: Work | None = None
+    host_bytes: int = 0  # of a rank, offloaded to its host
+    update_tokens: float = 0.0  # of all ranks, without padding
 
     @property
     def cost(self) -> tuple[Any, ...]:
         """Sort key, the best first."""
         return FITS.index(self.fits), self.by == CLOSED_FORM, self.seconds, self.reserved_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks, without padding."""
+        return self.update_tokens / self.seconds
 
     def as_json(self) -> dict[str, Any]:
         """Return the row under names that stay."""
@@ -83,8 +92,11 @@ class PlanRow:
             "peak_bytes_by_category": self.at_peak,
             "peak_phase": self.where,
             "reserved_bytes": self.reserved_bytes,
+            "margined_bytes": self.margined_bytes,
+            "host_bytes": self.host_bytes,
             "wire_bytes": self.sent_bytes,
             "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
             "bound": self.bound,
             "by": self.by,
             "is_lower_bound": self.is_least,
@@ -130,21 +142,26 @@ def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> Pl
     needed_bytes = reserved_bytes(found)
     fits, why = judge_memory(found, limit_bytes, needed_bytes)
     return PlanRow(
-        choice, fits, why, found.peak_bytes, needed_bytes, found.sent_bytes, found.seconds, found.bound, SIMULATION,
+        choice, fits, why, found.peak_bytes, needed_bytes, with_margin(needed_bytes, found.device),
+        found.sent_bytes, found.seconds, found.bound, SIMULATION,
         choice.micro_batch_size * simulator.sample.length_tokens, found.at_peak, found.where, found.history,
-        parallel=simulator.config.parallel, work=_work_of(found),
+        is_least=simulator.is_least, parallel=simulator.config.parallel, work=_work_of(found),
+        host_bytes=found.host_bytes, update_tokens=simulator.update_tokens,
     )  # fmt: skip
 
 
 def _work_of(found: Simulated) -> Work:
     phases = [(found.times[name], phase) for name, phase in found.phases.items()]
-    awaited, host = (
-        sum(times * getattr(phase, name) for times, phase in phases) for name in ("awaited_seconds", "host_seconds")
-    )
+    awaited = sum(times * phase.fill * phase.awaited_seconds for times, phase in phases)
+    host = sum(times * phase.host_seconds for times, phase in phases)
     step = found.phases["step"]
+    copies = sum(times * phase.copy_seconds for times, phase in phases)
+    traffic = max(found.traffic_seconds - awaited, copies)
+    launches = step.host_seconds - step.cpu_seconds
     return Work(
-        found.compute_seconds, host, found.traffic_seconds - awaited, awaited, step.compute_seconds, step.host_seconds
-    )
+        found.compute_seconds, host - step.cpu_seconds, traffic, awaited, step.compute_seconds, launches,
+        step.cpu_seconds,
+    )  # fmt: skip
 
 
 def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple[str, str]:
@@ -154,8 +171,12 @@ def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple
         return NO, f"{gib_text(found.peak_bytes)} alive at once in {found.where}, {limit} there"
     if not _has_allocator(found):
         return YES, f"{gib_text(found.peak_bytes)} of {limit}"
+    margined_bytes = with_margin(needed_bytes, found.device)
+    with_it = f"{gib_text(margined_bytes)} with the margin of {found.device.margin:.1%}"
+    if margined_bytes <= limit_bytes:
+        return YES, f"{gib_text(needed_bytes)} reserved of {limit}, {with_it}"
     if needed_bytes <= limit_bytes:
-        return YES, f"{gib_text(needed_bytes)} reserved of {limit}"
+        return TIGHT, f"{gib_text(needed_bytes)} reserved of {limit}, but {with_it}"
     if found.reserved(limit_bytes, expandable=True).fits:
         return TIGHT, f"its cache does not fit into {limit} in pieces; set {EXPANDABLE}"
     if (reserved := found.reserved(limit_bytes)).fits:
@@ -166,6 +187,11 @@ def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple
 def reserved_bytes(found: Simulated) -> int:
     """Return what the allocator would take of unlimited memory; on a CPU, the bytes alive."""
     return found.reserved().peak_bytes if _has_allocator(found) else found.peak_bytes
+
+
+def with_margin(num_bytes: int, device: Device) -> int:
+    """Return reserved memory with the device's margin."""
+    return int(num_bytes * (1 + device.margin))
 
 
 def _has_allocator(found: Simulated) -> bool:
@@ -257,7 +283,7 @@ class _Search:
         near = self._nearest(candidate)
         is_alike = near.choice.recompute == candidate.choice.recompute and near.simulator is candidate.simulator
         is_alike = is_alike and candidate.choice.needs_as_much_as(near.choice)
-        if is_alike and NEEDED * self._needed_bytes(candidate, near) > self._limit_bytes:
+        if is_alike and NEEDED * self._margined_bytes(candidate, near) > self._limit_bytes:
             return False
         if candidate.simulator is best.simulator and candidate.choice.differs_in_sync(best.choice):
             return candidate.estimate.sent_bytes < best.estimate.sent_bytes or self._is_faster(candidate, near, best)
@@ -271,7 +297,7 @@ class _Search:
 
     def _most_promising(self, candidate: _Candidate) -> tuple[bool, float]:
         near = self._nearest(candidate)
-        needed_bytes = self._needed_bytes(candidate, near)
+        needed_bytes = self._margined_bytes(candidate, near)
         seems_large = needed_bytes > self._limit_bytes
         return seems_large, needed_bytes if seems_large else self._least_seconds(candidate, near)
 
@@ -303,7 +329,10 @@ class _Search:
         is_alike = near.simulator is candidate.simulator
         traffic = mine.traffic_seconds * (_ratio(work.traffic, other.traffic_seconds) if is_alike else 1)
         awaited = mine.awaited_seconds * (_ratio(work.awaited, other.awaited_seconds) if is_alike else 1)
-        return max(compute + work.compute_of_step, host + work.host_of_step, traffic) + awaited
+        return max(compute + work.compute_of_step, host + work.host_of_step, traffic) + awaited + work.cpu_of_step
+
+    def _margined_bytes(self, candidate: _Candidate, near: _Candidate) -> int:
+        return with_margin(self._needed_bytes(candidate, near), candidate.simulator.device)
 
     def _needed_bytes(self, candidate: _Candidate, near: _Candidate) -> int:
         """Return the estimated memory, calibrated by a simulation."""
@@ -323,17 +352,20 @@ class _Search:
         estimate, limit = candidate.estimate, gib_text(self._limit_bytes)
         near = self._nearest(candidate) if self.rows else None
         peak = needed = least = self._least_bytes(candidate)
+        margined = with_margin(needed, candidate.simulator.device)
         fits, why = NO, f"at least {gib_text(least)} alive at once, {limit} there"
         if near is not None and least <= self._limit_bytes:
             needed = max(least, self._needed_bytes(candidate, near))
             peak = int(needed * self.rows[near].peak_bytes / self.rows[near].reserved_bytes)
-            fits = YES if needed <= self._limit_bytes else TIGHT if peak <= self._limit_bytes else NO
-            why = f"about {gib_text(needed)} reserved of {limit}"
+            margined = with_margin(needed, candidate.simulator.device)
+            fits = YES if margined <= self._limit_bytes else TIGHT if peak <= self._limit_bytes else NO
+            why = f"about {gib_text(needed)} reserved of {limit}, {gib_text(margined)} with the margin"
         return PlanRow(
-            candidate.choice, fits, why, peak, needed, estimate.sent_bytes,
+            candidate.choice, fits, why, peak, needed, margined, estimate.sent_bytes,
             estimate.seconds if near is None else self._seconds(candidate, near), estimate.bound, CLOSED_FORM,
             candidate.choice.micro_batch_size * candidate.simulator.sample.length_tokens,
             is_least=least > self._limit_bytes, parallel=candidate.simulator.config.parallel,
+            update_tokens=candidate.simulator.update_tokens,
         )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,20 +16,32 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from megabatch import JointLoss
+from megabatch import JointLoss, UpdateSampler
 from megabatch.batching import OneRow, context_parallel
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.simulate import Device, FourBitLinear, Replica, Simulated, extend, simulate
+from megabatch.simulate import (
+    QUANTIZED_OPTIMIZERS,
+    Device,
+    FourBitLinear,
+    Replica,
+    Simulated,
+    compile_layers,
+    extend,
+    simulate,
+)
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import Config, ModelConfig, OptimConfig
+from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.parallel_layout import Layout, layout_of
-from megabatch.train.data.load import load_data
+from megabatch.train.data.load import Data, load_data
 from megabatch.train.model.adapters import choose_trained
 from megabatch.train.model.architecture import architecture_of, check_fit, load_tokenizer, outline
 from megabatch.train.model.build import divide, prepare
+from megabatch.train.model.build_accumulator import use_recipe_keys
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
 from megabatch.train.model.frozen import check_four_bit_wrapper, four_bit_candidates, four_bit_dtype
+from megabatch.train.model.optimizer import check_in_backward
 from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.tensor_parallel import plain_terms
 from megabatch.train.parallel.wrap import (
@@ -43,12 +57,13 @@ from megabatch.train.plan.estimate import ModelSizes, measure_sizes, planned_opt
 from megabatch.train.plan.grid import Choice, Grid, build_grid
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.plugins import in_place_of, load_function
 from megabatch.train.runtime.ranks import CPU, Ranks
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
 DATA_DEPENDENT = "DataDependentOutputException"  # raised by fake tensors
 ALONE = Ranks(0, 1, CPU)
+NUM_UPDATES = 4  # of the data, whose lengths stand for all
 MAX_PERIOD = 8  # layers of different kinds that take turns
 MIN_BLOCKS = 3  # of a shallow model: the first and the last layer are gathered at other times than those between
 MIN_SPARED = 1.25  # layers for each one that is simulated
@@ -72,7 +87,7 @@ def build_simulator(
     is_hybrid = wrapper.name == "fsdp2" and (axes or {}).get("dp_replicate", 1) > 1
     wrapped = "hsdp" if is_hybrid else wrapper.name
     dp_degree = layout.dp_degree(request.world)
-    grid = build_grid(config, request.stated_keys, wrapped, dp_degree, sample.length_tokens)
+    grid = build_grid(config, request.stated_keys, wrapped, dp_degree, sample.length_tokens, sample.updates)
     sizes = measure_sizes(model, config, layout, wrapped, request.world)
     router = router_coefficient(config, model, load_function(config.loss.function, "loss.function"))
     repeats = None if wrapper.name == "ddp" else find_repeats(model)  # whose buckets do not end with layers
@@ -81,19 +96,11 @@ def build_simulator(
 
 def check_planned(config: Config, world: int) -> None:
     """Raise for keys that cannot be simulated."""
-    if config.optim.in_backward:
-        raise MegabatchError(
-            "optim.in_backward is true, which the plan does not simulate; plan without it: gradients then count in full"
-        )
+    check_in_backward(config)
     if config.update.shapes is not None:
         raise MegabatchError(
             f"update.shapes is {config.update.shapes}, and the plan does not count tokens that fill microbatches up; "
             "plan without it: no microbatch is larger"
-        )
-    if config.parallel.cpu_offload:
-        raise MegabatchError(
-            "parallel.cpu_offload is true, whose time the plan does not estimate; plan without it: parameters, "
-            "gradients and optimizer states then count on the device"
         )
     if (degree := config.parallel.pp) > 1:
         raise MegabatchError(
@@ -149,14 +156,26 @@ class Simulator:
     repeats: "Repeats | None" = None  # of a deep model, of which two shallow ones are simulated
     divide: Callable[..., object] = divide  # over the mesh; published runs have ways of their own
 
+    @property
+    def update_tokens(self) -> float:
+        """Tokens of an update over all ranks, without padding."""
+        lengths = self.grid.lengths
+        longest = sizes_of(self.config.update).largest * self.sample.length_tokens
+        return longest if lengths is None else lengths.num_tokens
+
+    @property
+    def is_least(self) -> bool:
+        """True if memory is a lower bound: an optimizer is planned by its states, without the kernels of its step."""
+        return self.config.optim.function in QUANTIZED_OPTIMIZERS
+
     def simulate(self, choice: Choice) -> Simulated:
         """Simulate an update of rank 0. Raises `MegabatchError` for what fake tensors cannot do."""
         if self.repeats is not None and not choice.gathers_some:  # a part is of all layers
             num_first, period, num_blocks = self.repeats
             shallow, deeper = (self._simulate(choice, num_layers) for num_layers in (num_first, num_first + period))
             if (found := extend(shallow, deeper, num_blocks)) is not None:
-                return found
-        return self._simulate(choice)
+                return found.filled(choice.fill)
+        return self._simulate(choice).filled(choice.fill)
 
     def _simulate(self, choice: Choice, num_layers: int | None = None) -> Simulated:
         """Simulate the first layers of the model; None: all of them."""
@@ -168,19 +187,21 @@ class Simulator:
                 averages.append(Average(model, config.optim.ema_decay))
             return _build_optimizer(config.optim, model)
 
-        return simulate(
-            partial(self._build_model, config, num_layers),
-            make_optimizer,
-            self._microbatch_maker(choice.micro_batch_size),
-            self._loss_fn(config),
-            axes=self.axes,
-            num_microbatches=choice.num_microbatches,
-            sync=choice.sync,
-            max_norm=config.update.max_norm,
-            accumulate_dtype=accumulation_of(config.update),
-            device=self.device,
-            around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
-        )
+        with use_recipe_keys():
+            return simulate(
+                partial(self._build_model, config, num_layers),
+                make_optimizer,
+                self._microbatch_maker(choice.micro_batch_size),
+                self._loss_fn(config),
+                axes=self.axes,
+                num_microbatches=choice.num_microbatches,
+                sync=choice.sync,
+                max_norm=config.update.max_norm,
+                accumulate_dtype=accumulation_of(config.update),
+                step_in_backward=config.optim.in_backward,
+                device=self.device,
+                around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
+            )
 
     def _microbatch_maker(self, num_samples: int) -> Callable[[], Any]:
         """Return what makes a microbatch of rank 0. Under cp all ranks have stretches that cost the same."""
@@ -199,6 +220,8 @@ class Simulator:
             assert mesh is not None
             attend_over(cast(PreTrainedModel, model), AttentionCost(mesh.get_group("cp")))
         prepare(model, config.model)
+        if self.config.model.compile:
+            _compile_layers(model)
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             assert mesh is not None  # these have axes
             self.divide(model, config, self.wrapper, mesh, None)
@@ -217,7 +240,7 @@ class Simulator:
             with computing(config.model, self.wrapper.casts_as, CPU):
                 return loss_fn(model, microbatch)
 
-        return in_precision
+        return in_place_of(loss_fn, in_precision)
 
 
 class AttentionCost(context_parallel.GatheredAttention):
@@ -235,6 +258,15 @@ class AttentionCost(context_parallel.GatheredAttention):
         return scaled_dot_product_attention(
             query, key, value, None, dropout, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
+
+
+def _compile_layers(model: nn.Module) -> None:
+    """Let layers run as compiled ones, as `prepare` compiles them. Those that are alike share graphs."""
+    kinds: dict[str, list[nn.Module]] = {}
+    for layer in blocks_of(model).values() or [model]:
+        kinds.setdefault(repr(_describe_layer(layer)), []).append(layer)
+    for alike in kinds.values():
+        compile_layers(alike)
 
 
 class Repeats(NamedTuple):
@@ -290,7 +322,7 @@ def _is_setting(key: str, value: object) -> bool:
 
 
 def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
-    """Return the recipe with a choice made. A compiler is not simulated."""
+    """Return the recipe with a choice made. `simulate` has layers of its own for compiled ones."""
     model = {"activation_checkpointing": choice.recompute, "compile": False}
     options = config.optim.options
     is_open = config.optim.function is None and config.optim.name != "Muon" and not {"foreach", "fused"} & set(options)
@@ -326,6 +358,7 @@ class LongestSample:
     length_tokens: int
     source: str  # of the length, in words
     one_row: bool = False  # the samples of a microbatch lie one after another in a row
+    updates: tuple[tuple[int, ...], ...] = ()  # lengths of the samples of a few updates; (): the data is not read
 
     def microbatch(self, num_samples: int) -> dict[str, Tensor]:
         """Return zeros in the shape of that many samples: name → [B, ...]."""
@@ -351,7 +384,8 @@ def find_longest_sample(config: Config, length_tokens: int | None, console: Cons
     for key in ("pack_tokens", "max_sample_tokens"):
         if (stated := getattr(config.data, key)) is not None:
             return text_sample(stated, f"data.{key}", config)
-    return text_sample(_measure_data(config, console), "the longest of its data", config)
+    longest_tokens, updates = _measure_data(config, console)
+    return replace(text_sample(longest_tokens, "the longest of its data", config), updates=updates)
 
 
 def text_sample(length_tokens: int, source: str, config: Config) -> LongestSample:
@@ -361,11 +395,13 @@ def text_sample(length_tokens: int, source: str, config: Config) -> LongestSampl
 
 
 def _sample_of_function(config: Config, console: Console) -> LongestSample:
-    samples: Any = load_data(config, load_tokenizer(config.model), ALONE, console).train
+    data = load_data(config, load_tokenizer(config.model), ALONE, console)
+    samples: Any = data.train
     index = int(samples.lengths.argmax())
     tensors = {name: torch.as_tensor(value) for name, value in samples[index].items()}
     fields = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    return _in_row(LongestSample(fields, int(samples.lengths[index]), "the longest of data.function"), config)
+    longest = LongestSample(fields, int(samples.lengths[index]), "the longest of data.function")
+    return replace(_in_row(longest, config), updates=_first_updates(data, config))
 
 
 def _in_row(sample: LongestSample, config: Config) -> LongestSample:
@@ -378,8 +414,18 @@ def _in_row(sample: LongestSample, config: Config) -> LongestSample:
     return LongestSample(fields, sample.length_tokens, sample.source, one_row=True)
 
 
-def _measure_data(config: Config, console: Console) -> int:
-    """Return the tokens of the longest sample of the data."""
+def _first_updates(data: Data, config: Config) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of the samples of the first updates."""
+    lengths = cast(np.ndarray, data.lengths)  # [N]
+    sampler = UpdateSampler(
+        lengths.tolist(), global_batch_size=sizes_of(config.update).largest, seed=config.run.seed, dp_rank=0,
+        dp_degree=1, tail="carry", order=data.order,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+    return tuple(tuple(lengths[ids].tolist()) for ids in islice(sampler, NUM_UPDATES))
+
+
+def _measure_data(config: Config, console: Console) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Return the tokens of the longest sample of the data, and those of the samples of a few updates."""
     advice = "give --length N, the tokens of the longest sample, or data.max_sample_tokens, and no data is read"
     unbounded = config.update.model_copy(update={"micro_batch_size": 1, "max_microbatch_tokens": None})
     try:
@@ -388,4 +434,4 @@ def _measure_data(config: Config, console: Console) -> int:
         raise MegabatchError(f"{error}; or {advice}") from None
     if data.longest_tokens is None:
         raise MegabatchError(f"the longest sample of a stream is not known; {advice}")
-    return data.longest_tokens
+    return data.longest_tokens, _first_updates(data, config)

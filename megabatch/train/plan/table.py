@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +17,12 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
+from megabatch.train.config.contradictions import problems
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.layouts import build_layouts, layout_text
 from megabatch.train.plan.request import PlanRequest, read_request
-from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices
+from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices, sort_rows
 from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.runtime.console import Console
 
@@ -51,6 +53,8 @@ def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[PlanRow]:
         num_choices = sum(len(each.grid.choices()) for each in simulators)
         with console.progress("planning", num_choices, "choices") as advance:
             rows = search_choices(simulators, request.limit_bytes, advance)
+            if request.layouts and rows[0].fits == NO and not config.parallel.cpu_offload:
+                rows = _with_offload(rows, simulators, request, advance)
     if request.as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
@@ -61,6 +65,20 @@ def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[PlanRow]:
     if request.chart is not None:
         _draw(request, rows[0], recipe)
     return rows
+
+
+def _with_offload(
+    rows: list[PlanRow], simulators: Sequence[Simulator], request: PlanRequest, advance: Callable[[int], None]
+) -> list[PlanRow]:
+    """Return the rows with those of each FSDP2 layout without tensor parallelism, offloaded to the host."""
+    offloaded: list[Simulator] = []
+    for each in simulators:
+        parallel = each.config.parallel.model_copy(update={"cpu_offload": True})
+        config = each.config.model_copy(update={"parallel": parallel})
+        if "parallel.cpu_offload" not in request.stated_keys and next(problems(config), None) is None:
+            sizes = replace(each.sizes, offloads=True)
+            offloaded.append(replace(each, config=config, sizes=sizes))
+    return sort_rows([*rows, *search_choices(offloaded, request.limit_bytes, advance)]) if offloaded else rows
 
 
 def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
@@ -75,9 +93,9 @@ def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
     per_rank = "" if others else f", {samples_per_rank} a rank"
     text = (
         f"{num_parameters:,} parameters in {config.model.dtype}, {how}; {device.name} "
-        f"with {gib_text(request.memory_bytes)}, {gib_text(request.limit_bytes)} of it for tensors\n"
-        f"an update of {sizes.largest} samples{largest}{per_rank}, all as long "
-        f"as the longest: {simulator.sample.length_tokens:,} tokens ({simulator.sample.source})\n"
+        f"with {gib_text(request.memory_bytes)}, {gib_text(request.limit_bytes)} of it for tensors, "
+        f"with a margin of {device.margin:.1%}\n"
+        f"an update of {sizes.largest} samples{largest}{per_rank}, {_lengths_text(simulator)}\n"
     )
     stated = config.update.micro_batch_size
     if stated is not None and stated > samples_per_rank and not others:
@@ -85,13 +103,22 @@ def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
     return text
 
 
+def _lengths_text(simulator: Simulator) -> str:
+    sample, lengths = simulator.sample, simulator.grid.lengths
+    longest = f"{sample.length_tokens:,} tokens ({sample.source})"
+    if lengths is None:
+        return f"all as long as the longest: {longest}"
+    return (
+        f"memory for the longest: {longest}; time by {len(lengths.updates)} updates of {lengths.num_tokens:,.0f} tokens"
+    )
+
+
 def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
     memory, memory_unit = (GIB, "GiB") if rows[0].peak_bytes >= GIB else (2**20, "MiB")
     wire, wire_unit = (GB, "GB") if max(row.sent_bytes for row in rows) >= GB else (10**6, "MB")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     parts = () if has_layouts else tuple(GROUPS)
-    in_memory = ["optimizer"] * (not has_layouts)
-    in_memory += [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved")]
+    in_memory = [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved", "needed")]
     layout = ["layout"] * has_layouts
     names = [*layout, "fits", "samples\nat once", "micro-\nbatches", "sync", "recom-\npute", *in_memory]
     for name in (*names, f"sent\n{wire_unit}", "time\ns", "bound by"):
@@ -99,7 +126,7 @@ def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
     for row in _best_of_layouts(rows) if has_layouts else _shown(rows):
         cells = _cells(row, memory, wire)
         if has_layouts:
-            cells = [layout_text(row.parallel), *cells[:5], *cells[6 + len(GROUPS) :]]
+            cells = [layout_text(row.parallel), *cells[:5], *cells[5 + len(GROUPS) :]]
         table.add_row(*cells, style=STYLES[row.fits] if sys.stdout.isatty() else None)
     return table
 
@@ -129,9 +156,8 @@ def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
         str(choice.num_microbatches),
         choice.sync + ("" if choice.reshard else ", kept gathered"),
         {True: "yes", False: "no", "selective": "selective"}[choice.recompute],
-        "fused" if choice.fused else "foreach",
         *(f"{size / memory:,.1f}" if row.at_peak else "" for size in groups),
-        *(f"{at_least}{size / memory:,.1f}" for size in (row.peak_bytes, row.reserved_bytes)),
+        *(f"{at_least}{size / memory:,.1f}" for size in (row.peak_bytes, row.reserved_bytes, row.margined_bytes)),
         f"{about}{row.sent_bytes / wire:,.1f}",
         f"{about}{row.seconds:.3g}",
         row.bound,
@@ -153,7 +179,11 @@ def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, r
         lines.append(
             "~ by the closed form, calibrated by the simulations; >= a lower bound: no run could make it the best"
         )
-    lines.append(f"best: {_name(best, request)}: {best.why}")
+    if best.host_bytes:
+        lines.append(f"on the host: {gib_text(best.host_bytes)} of each rank")
+    if best.is_least:
+        lines.append(">= at least: the kernels of this optimizer's step are not simulated")
+    lines.append(f"best: {_name(best, request)}: {best.why}; {best.tokens_per_second:,.0f} tokens/s")
     if request.layouts:
         lines += [f"{number}. {_name(row, request)}: {_why_not(row, best)}" for number, row in enumerate(shown[1:], 2)]
     elif others:
