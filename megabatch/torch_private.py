@@ -717,6 +717,9 @@ def keeping_gathered(modules: Sequence[Any], groups: Sequence[Any], *, frees: bo
     """
     for module in modules:  # else the first forward does this, and sets that of the root
         module._get_fsdp_state()._lazy_init()
+    for group in groups:  # a forward without a backward leaves a part where its mesh, unset below, would be needed
+        if group.is_sharded_post_forward:
+            group.reshard()
     own = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
     try:
         for group in groups:

@@ -1,11 +1,13 @@
 """An error in an update is raised on every rank, and nothing of it is left in the next."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from megabatch import GradientAccumulator, LossContractError, MegabatchError, loss
 from tests.exact import functions, harness, models, oracle
@@ -92,6 +94,8 @@ EXPECTED = {
 
 def run_job(name: str) -> dict[str, Any]:
     """The job "disturbance:wrapper:world:sync": what happened, and the error of the next update."""
+    if name == PARTLY:
+        return _partly_gathered()
     disturbance, wrapper, world, sync = name.split(":")
     values = ("bits", wrapper, world, sync, "C5", "list", "weigh", "one-sample", "forward_backward", "no-clip")
     this = harness.CellRun(Cell.parse(":".join(values)))
@@ -106,6 +110,24 @@ def run_job(name: str) -> dict[str, Any]:
         gradient.forward_backward(this.batch(calls[0]), this.loss_fn())
         harness.judge(this, gradient.finalize(), calls, None)
     return {"happened": happened, "gradient": this.found.gradient, "wrong": this.found.wrong}
+
+
+def _partly_gathered() -> dict[str, Any]:
+    """A forward without a backward leaves a block on parts of the ranks, then an update gathers once."""
+    reference = models.integer_model("tokens")
+    model, ids = copy.deepcopy(reference), torch.tensor([[1, 2, 3], [3, 5, 7]])
+    fully_shard(model.blocks[0], reshard_after_forward=2)
+    fully_shard(model)
+    parameters = dict(model.named_parameters())
+    gradient = GradientAccumulator(model, micro_batch_size=1, sync="gather_once")
+    for _ in range(2):  # FSDP2 begins with its first forward
+        with torch.no_grad():
+            model(ids)
+        gradient.forward_backward({"input_ids": ids}, lambda model, batch: (model(batch["input_ids"]).sum(), 1))
+        gradient.finalize()
+    (reference(ids).sum() / 2).backward()
+    pairs = [(parameters[name].grad.full_tensor(), each.grad) for name, each in reference.named_parameters()]
+    return {"gradient": max(float((found - expected).abs().max()) for found, expected in pairs)}
 
 
 def _left_early(gradient: GradientAccumulator, this: harness.CellRun, batch: Any) -> str:
@@ -137,7 +159,13 @@ JOBS += [f"{disturbance}:{wrapper}:{max(WRAPPERS[wrapper].worlds)}:{sync}" for w
          for sync in ("last", "every", "replica_last") if sync not in WRAPPERS[wrapper].refused]  # fmt: skip
 JOBS += [f"{disturbance}:{wrapper}:gather_once" for wrapper in ("fsdp2:2", "hsdp:4")
          for disturbance in ("interrupted", "left_early")]  # fmt: skip
-results = of_ranks("tests.exact.test_disturbed:run_job", JOBS)
+PARTLY = "partly_gathered:fsdp2:4:gather_once"
+results = of_ranks("tests.exact.test_disturbed:run_job", [*JOBS, PARTLY])
+
+
+@pytest.mark.slow
+def test_what_a_forward_left_on_part_of_the_ranks_is_gathered_again(results) -> None:
+    assert [value["gradient"] for value in results(PARTLY)] == [0.0] * 4
 
 
 @pytest.mark.slow
