@@ -418,16 +418,16 @@ def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
                 f"{name} chooses blocks by the padded length (attention_type=original_full does not)",
                 (5 + 2 * config.num_random_blocks) * config.block_size,  # shorter rows have full attention
             )
-    for config in filter(None, configs.values()):
+    for config in configs.values():  # other models may have anything by these names
         kind = getattr(config, "model_type", None)
-        if kind in MIXES_PADDING:
+        if isinstance(kind, str) and kind in MIXES_PADDING:
             yield f"{kind} {MIXES_PADDING[kind]}", 0
-        rope: Any = getattr(config, "rope_parameters", None) or {}
-        for each in (rope, *rope.values()):  # of one kind of layers, or of each
+        rope: Any = getattr(config, "rope_parameters", None)
+        for each in (rope, *rope.values()) if isinstance(rope, dict) else ():  # of one kind of layers, or of each
             if isinstance(each, dict) and each.get("rope_type") in BY_LENGTH:
                 yield (
                     f"{kind} has rotary positions that go by the longest row (rope_type {each['rope_type']})",
-                    each.get("original_max_position_embeddings") or config.max_position_embeddings,
+                    each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0),
                 )
 
 

@@ -1,6 +1,7 @@
 """A mask is left out where that changes nothing, and only there: models of transformers, small, in float64."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,3 +164,40 @@ def test_what_is_on_a_device_was_seen_before_it_got_there() -> None:
         moved = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in each.items()}
         kept = without_needless(model, moved)
         assert kept.keys() == {"input_ids", "labels"} | (set() if is_needless else {"attention_mask"})
+
+
+class Configured(nn.Module):
+    """A model of the user's, whose config has names of transformers' for other things."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(11, 1)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "fnet"},
+        torch.ones(2),
+        SimpleNamespace(model_type=["own"], rope_parameters=[1.0, 2.0]),
+        SimpleNamespace(rope_parameters=SimpleNamespace(theta=1.0)),
+    ],
+    ids=["dict", "tensor", "lists", "object"],
+)
+def test_a_config_that_is_not_of_transformers_says_nothing_of_padding(config: object) -> None:
+    """Samples of unequal lengths are padded."""
+    samples = [{"input_ids": torch.full((length,), length), "labels": torch.ones(length)} for length in (2, 5)]
+
+    def total(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return (model(microbatch["input_ids"]) * microbatch["labels"].clamp(min=0)).sum(), 1
+
+    model = Configured(config)
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    gradient.forward_backward(samples, total)
+    gradient.finalize()
+    assert model.embedding.weight.grad is not None
+    assert model.embedding.weight.grad[[2, 5], 0].tolist() == [2.0, 5.0]
