@@ -745,6 +745,7 @@ class GradientAccumulator:
         from megabatch.engine.user_loop import UserLoop, agree_on_loop
 
         wrapper, (sync, _) = self._wrapper, self._planner.choice
+        wrapper.reshard()  # as in `_open_call`
         try:
             wrapper.check_unchanged()
         except MegabatchError as error:
@@ -783,6 +784,7 @@ class GradientAccumulator:
             planner = cast(Any, planner).told_by_all(batch)
         tried = ownership.tried.get(loss_fn)  # None for a new loss
         if wrapper.forwards_meet:
+            wrapper.reshard()  # a forward of the user's leaves weights gathered, of before the optimizer's step perhaps
             order.wants_comparison = tried is None and self._compares_new(loss_fn)
         try:
             ownership.check()

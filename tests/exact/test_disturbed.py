@@ -96,6 +96,8 @@ def run_job(name: str) -> dict[str, Any]:
     """The job "disturbance:wrapper:world:sync": what happened, and the error of the next update."""
     if name == PARTLY:
         return _partly_gathered()
+    if name in STALE:
+        return _stepped_after_a_forward(name.split(":")[-1])
     disturbance, wrapper, world, sync = name.split(":")
     values = ("bits", wrapper, world, sync, "C5", "list", "weigh", "one-sample", "forward_backward", "no-clip")
     this = harness.CellRun(Cell.parse(":".join(values)))
@@ -130,6 +132,29 @@ def _partly_gathered() -> dict[str, Any]:
     return {"gradient": max(float((found - expected).abs().max()) for found, expected in pairs)}
 
 
+def _stepped_after_a_forward(sync: str) -> dict[str, Any]:
+    """A forward without a backward leaves weights gathered, and the optimizer then steps the shards."""
+    reference = models.integer_model("tokens")
+    model, ids = copy.deepcopy(reference), torch.tensor([[1, 2, 3], [3, 5, 7]])
+    fully_shard(model.blocks[0], reshard_after_forward=False)
+    fully_shard(model)
+    parameters, num_differing = dict(model.named_parameters()), 0
+    gradient = GradientAccumulator(model, micro_batch_size=1, sync=sync)
+    own, whole = (torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, reference))
+    for _ in range(3):
+        gradient.forward_backward({"input_ids": ids}, lambda model, batch: (model(batch["input_ids"]).sum(), 1))
+        with torch.no_grad():
+            model(ids)
+        gradient.finalize()
+        whole.zero_grad()
+        (reference(ids).sum() / 2).backward()
+        pairs = [(parameters[name].grad.full_tensor(), each.grad) for name, each in reference.named_parameters()]
+        num_differing += sum(not torch.equal(found, expected) for found, expected in pairs)
+        own.step()
+        whole.step()
+    return {"gradient": float(num_differing)}
+
+
 def _left_early(gradient: GradientAccumulator, this: harness.CellRun, batch: Any) -> str:
     """The open loop is left after one backward and one forward, and then closed."""
     for index, microbatch in enumerate(gradient.microbatches(batch, this.weigh())):
@@ -160,7 +185,14 @@ JOBS += [f"{disturbance}:{wrapper}:{max(WRAPPERS[wrapper].worlds)}:{sync}" for w
 JOBS += [f"{disturbance}:{wrapper}:gather_once" for wrapper in ("fsdp2:2", "hsdp:4")
          for disturbance in ("interrupted", "left_early")]  # fmt: skip
 PARTLY = "partly_gathered:fsdp2:4:gather_once"
-results = of_ranks("tests.exact.test_disturbed:run_job", [*JOBS, PARTLY])
+STALE = [f"stepped_after_a_forward:fsdp2:2:{sync}" for sync in ("every", "last", "gather_once")]
+results = of_ranks("tests.exact.test_disturbed:run_job", [*JOBS, PARTLY, *STALE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", STALE)
+def test_weights_of_before_a_step_are_gathered_again(results, job: str) -> None:
+    assert [value["gradient"] for value in results(job)] == [0.0] * 2
 
 
 @pytest.mark.slow
