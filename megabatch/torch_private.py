@@ -771,4 +771,26 @@ def run_schedule(schedule: Any, args: list[Any], kwargs: list[Any], *, backward:
     schedule._step_microbatches(args, kwargs, list(range(len(args))), None, False)
 
 
+def agreement_of_stages() -> tuple[type, str]:
+    """Return the class and the method with which stages tell each other that they know all shapes."""
+    from torch.distributed.pipelining import schedules
+
+    return cast(Any, schedules)._PipelineSchedule, "_warmup_p2p"
+
+
+def messages_of_stages() -> tuple[Any, str]:
+    """Return the module and the function that send and receive between stages: a list of operations → of works."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules, "_batch_p2p"
+
+
+def know_shapes(stages: Iterable[Any]) -> None:
+    """Let stages take the shapes that they were given, as after that agreement."""
+    from torch.distributed.pipelining import stage
+
+    for each in stages:
+        each._inference_mode = cast(Any, stage).InferenceMode.STATIC
+
+
 check_torch()

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from megabatch.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from megabatch.pipeline.order import count_held as count_held
+    from megabatch.pipeline.order import estimate_bubble as estimate_bubble
     from megabatch.pipeline.run import evaluate as evaluate
     from megabatch.pipeline.stages import SCHEDULES as SCHEDULES
     from megabatch.pipeline.stages import Pipeline as Pipeline
@@ -12,6 +14,8 @@ else:
     _HOME = {  # public name → its module
         "SCHEDULES": "stages",
         "Pipeline": "stages",
+        "count_held": "order",
+        "estimate_bubble": "order",
         "evaluate": "run",
     }
     __all__ = list(_HOME)

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from megabatch.simulate.quantized import FourBitLinear as FourBitLinear
     from megabatch.simulate.quantized import QuantizedAdam as QuantizedAdam
     from megabatch.simulate.repeated_layers import extend as extend
+    from megabatch.simulate.repeated_layers import repeat_microbatches as repeat_microbatches
     from megabatch.simulate.replica import Replica as Replica
     from megabatch.simulate.simulated_update import Simulated as Simulated
+    from megabatch.simulate.simulated_update import join_ranks as join_ranks
     from megabatch.simulate.simulated_update import simulate as simulate
+    from megabatch.simulate.traffic import message_seconds as message_seconds
 else:
     _HOME = {  # public name → its module
         "CATEGORIES": "ledger",
@@ -32,6 +35,9 @@ else:
         "compile_layers": "compiled_layers",
         "device_named": "devices",
         "extend": "repeated_layers",
+        "join_ranks": "simulated_update",
+        "message_seconds": "traffic",
+        "repeat_microbatches": "repeated_layers",
         "simulate": "simulated_update",
     }
     __all__ = list(_HOME)

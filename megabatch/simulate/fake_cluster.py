@@ -1,4 +1,4 @@
-"""Fake tensors and a fake process group: this process acts as rank 0 of many, without memory, weights or peers."""
+"""Fake tensors and a fake process group: this process acts as one rank of many, without memory, weights or peers."""
 
 import contextlib
 import gc
@@ -46,8 +46,8 @@ def check_model(model: Any) -> list[nn.Module]:
     """Return the models of one model or a list. Raise `PlanError` for one that cannot be simulated."""
     models = list(cast(list[Any], model)) if isinstance(model, list | tuple) else [model]
     for each in models:
-        if isinstance(each, Pipeline):
-            raise PlanError("a Pipeline sends activations that a simulated rank never gets; simulate each stage alone")
+        if isinstance(each, Pipeline) and len(models) > 1:
+            raise PlanError("a Pipeline cannot be one of several models; simulate it alone")
         if not isinstance(each, nn.Module):
             raise PlanError(
                 f"make_model returned a {type(each).__name__}; expected a torch.nn.Module, or a list of them"
@@ -154,15 +154,17 @@ class OnlyRank(DataRanks):
 
 
 @contextlib.contextmanager
-def fake_mesh(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
-    """Make this process rank 0 of a mesh with these axes, over a fake process group; None without axes.
+def fake_mesh(axes: Mapping[str, int], rank: int = 0) -> Generator[DeviceMesh | None]:
+    """Make this process a rank of a mesh with these axes, over a fake process group; None without axes.
 
     Raises:
-        PlanError: A process group exists already, or an axis is unknown.
+        PlanError: A process group exists already, an axis is unknown, or the mesh has no such rank.
     """
     for axis, size in axes.items():
         require_count(f"the size of mesh axis {axis!r}", size)
     num_ranks = prod(axes.values())
+    if not 0 <= rank < num_ranks:
+        raise PlanError(f"rank is {rank} and the mesh has {num_ranks} ranks; give one from 0 to {num_ranks - 1}")
     if dist.is_initialized():
         raise PlanError(
             "this process has a process group, and a simulated one would take its place; simulate in a process of its "
@@ -171,7 +173,7 @@ def fake_mesh(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
     if not axes:
         yield None
         return
-    dist.init_process_group("fake", store=make_fake_store(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=make_fake_store(), rank=rank, world_size=num_ranks)
     try:
         clear_mesh_caches()
         with torch.device("cpu"):

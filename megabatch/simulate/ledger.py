@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megabatch.simulate.allocator import ROUND_BYTES, Event
 from megabatch.simulate.devices import DEVICES, Device, cost_of, tensors_in
-from megabatch.simulate.traffic import Collective, Key, Sent, count_traffic, parse_collective
+from megabatch.simulate.traffic import SEND, Collective, Key, Sent, count_traffic, parse_collective
 from megabatch.torch_private import (
     WAIT,
     TorchDispatchMode,
@@ -49,6 +49,7 @@ CATEGORIES = (
 TO_DEVICE, TO_HOST = "to device", "to host"  # directions of a copy
 HOST = "host"  # category of memory on the host only
 DEVICE_OF = torch.ops.prim.device.default  # of fake tensors only
+META = torch.device("meta")  # of tensors that only say a shape
 SILENT = ("prim", "profiler")  # namespaces of operations without memory and work
 
 
@@ -66,6 +67,7 @@ class Phase:
     copy_seconds: float = 0.0  # of offloaded shards over PCIe, beside computing: the larger of both directions
     awaited_seconds: float = 0.0  # of collectives that computing waits for
     fill: float = 1.0  # of a microbatch: tokens by those that were simulated, which computing and awaiting follow
+    idle_seconds: float = 0.0  # of a pipeline's rank that waits for the others
     sent: dict[Key, Sent] = field(default_factory=dict)
 
     @property
@@ -81,13 +83,21 @@ class Phase:
     @property
     def seconds(self) -> float:
         """Seconds of the phase; traffic overlaps with computing, except for what computing waits for."""
-        overlapped = self.traffic_seconds - self.awaited_seconds
         computing = max(self.fill * self.compute_seconds, self.host_seconds)
-        return max(computing, overlapped, self.copy_seconds) + self.fill * self.awaited_seconds
+        busy = max(computing, self.overlapped_seconds, self.copy_seconds)
+        return busy + self.fill * self.awaited_seconds + self.idle_seconds
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """Seconds of the collectives that overlap with computing. Messages of a pipeline are part of the idle time."""
+        messages = sum(each.seconds for each in self.sent.values() if each.collective == SEND)
+        return self.traffic_seconds - messages - self.awaited_seconds
 
     @property
     def bound(self) -> str:
-        """The limit of the speed: "compute", "memory bandwidth", "launches", "host", "PCIe" or "traffic"."""
+        """The limit of the speed: "compute", "memory bandwidth", "launches", "host", "PCIe", "traffic" or "bubble"."""
+        if self.idle_seconds > self.seconds - self.idle_seconds:
+            return "bubble"
         computing = self.fill * self.compute_seconds
         traffic_seconds = self.traffic_seconds - (1 - self.fill) * self.awaited_seconds
         if self.copy_seconds > max(computing, self.host_seconds, traffic_seconds):
@@ -237,7 +247,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         self._undo = contextlib.ExitStack()
 
     def enter_phase(self, name: str, category: str) -> None:
-        """Begin a phase; new storages have this category until they are tagged."""
+        """Begin or go on with a phase; new storages have this category until they are tagged."""
         self.category = category
         self._copied = dict.fromkeys(self._copied, 0)
         self.log.add(Step(PHASE, category=name, seconds=self._seconds))
@@ -315,7 +325,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         result = func(*args, **kwargs)
         if func is WAIT:
             return args[0]
-        if self._muted or func.is_view or func.namespace in SILENT:
+        if self._muted or func.is_view or func.namespace in SILENT or kwargs.get("device") == META:
             return result
         is_of_host = self._offloads and not self._is_on_device and self._is_of_host((*args, *kwargs.values()))
         category = HOST if is_of_host else self.category

@@ -1,4 +1,4 @@
-"""Simulation of a deep model from two shallow ones, of which one has a few layers more.
+"""Simulation of a deep model from two shallow ones, and of a pipeline's many microbatches from a few.
 
 Memory is a list of steps: allocations, releases, moves between categories. The steps of the deeper model are those of
 the other with blocks inserted, one wherever steps repeat with the layers. A model that is deeper still has the same
@@ -6,17 +6,21 @@ blocks more often. So its steps are written down without being run, and the allo
 that of the whole model. Arithmetic and traffic are sums over layers and grow by the same amount with each.
 
 Steps that do not repeat so are not extended: `extend` returns None, and the whole model is to be simulated.
+
+A rank of a pipeline runs all microbatches of a call in one schedule. `repeat_microbatches` writes down those of more of
+them.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import ceil
 
+from megabatch.pipeline.order import BACKWARD, FORWARD, Action, order_of_stage
 from megabatch.simulate.allocator import ROUND_BYTES
 from megabatch.simulate.ledger import ALLOCATE, BEGIN, FREE, MOVE, PHASE, MemoryLog, Phase, Step
-from megabatch.simulate.simulated_update import Simulated
+from megabatch.simulate.simulated_update import INPUTS, SCHEDULE, Repetition, Simulated, read_phase
 
 WINDOW, FEW = 64, 8  # steps to compare after a block, and after a step with other bytes
 WORK = (
@@ -344,3 +348,192 @@ def _sites(steps: Sequence[Step], blocks: Sequence[tuple[int, int]]) -> list[obj
         for index in range(first, last):
             sites[index] = number, (index - first) % length
     return sites
+
+
+def repeat_microbatches(found: Simulated, num_microbatches: int) -> Simulated | None:
+    """Return the simulation of more microbatches of a pipeline's rank with one stage, of which a few were run.
+
+    The steps of a microbatch in the middle are written down again for others, between those of the first and the last.
+    Returns None if a step then names memory that is not there, or if memory is left over.
+    """
+    repeater = _Repeater(found.steps, found.num_microbatches, num_microbatches)
+    steps = repeater.write()
+    if steps is None:
+        return None
+    log = MemoryLog(found.on_host)
+    for step in steps:
+        log.add(step)
+    log.record_moment(steps[-1].seconds)
+    for name, phase in log.phases.items():
+        log.phases[name] = replace(found.phases[name], peak_bytes=phase.peak_bytes, at_peak=phase.at_peak)
+    return replace(
+        found,
+        phases=log.phases,
+        where=log.peak[0],
+        steady_bytes=log.steady_bytes,
+        num_microbatches=num_microbatches,
+        times={name: repeater.count(name) for name in log.phases},
+        history=tuple(log.history),
+        steps=tuple(steps),
+        repetition=repeater.repetition,
+    )
+
+
+Place = tuple[int, str, int]  # update, kind of action, microbatch
+Mark = tuple[int, str, int, int]  # of an allocation in its segment: bytes, category, stream, turn among those alike
+BUFFERS = "buffers"  # kind of the allocations of what a microbatch is going to receive
+
+
+@dataclass
+class _Segment:
+    """The steps of an action in an update, or some between actions. Their seconds are since the step before."""
+
+    update: int
+    action: Action | None
+    steps: list[Step] = field(default_factory=list[Step])
+
+    @property
+    def place(self) -> Place:
+        assert self.action is not None
+        return self.update, self.action.kind, self.action.microbatch
+
+    def marks(self) -> dict[int, Mark]:
+        """Return the allocations that outlive the segment: name → mark."""
+        freed = {step.name for step in self.steps if step.kind == FREE}
+        moved = {step.name: step.category for step in self.steps if step.kind == MOVE}  # gradients are made once
+        turns: Counter[tuple[int, str, int]] = Counter()
+        found: dict[int, Mark] = {}
+        for step in self.steps:
+            if step.kind == ALLOCATE and step.name not in freed:
+                kind = step.num_bytes, moved.get(step.name, step.category), step.stream
+                found[step.name] = (*kind, turns[kind])
+                turns[kind] += 1
+        return found
+
+
+class _Repeater:
+    """Writes the steps of many microbatches by those of a few."""
+
+    def __init__(self, steps: Sequence[Step], num_run: int, num: int) -> None:
+        self._segments = list(_cut_by_actions(steps, num_run))
+        self._own = {each.place: each for each in self._segments if each.action is not None}
+        kinds = [kind for update, kind, _ in self._own if update == 0 and kind in (FORWARD, BACKWARD)]
+        early = kinds.index(BACKWARD)
+        self._num_early = num if early == num_run else early  # forwards before the first backward
+        self.repetition = Repetition(num_run, num, 1 if early == num_run else early)
+        self._places = {name: (place, mark) for place, each in self._own.items() for name, mark in each.marks().items()}
+        self._names: dict[object, int] = {}  # an allocation by its place and mark, or by its name → its new name
+        self._live: dict[int, Step] = {}
+        self._written: list[Step] = []
+        self._count, self._seconds = 0, 0.0
+
+    def write(self) -> list[Step] | None:
+        """Return the steps; None if they do not fit together."""
+        for (update, is_run), group in groupby(self._segments, lambda each: (each.update, _group_of(each))):
+            segments = list(group)
+            if is_run is None:
+                if not all(self._write_segment(each, None) for each in segments):
+                    return None
+                continue
+            for action in self._actions(segments):
+                own = self._own[update, action.kind, self.repetition.simulated(action).microbatch]
+                # The last action also frees what all microbatches have left.
+                if not self._write_segment(own, action, is_last=own is segments[-1]):
+                    return None
+        return self._written if self._num_left() == _num_left(self._segments) else None
+
+    def count(self, phase: str) -> int:
+        """Return how often a phase runs in an update."""
+        action = read_phase(phase)
+        return 1 if action is None else len(self.repetition.microbatches(action))
+
+    def _actions(self, segments: Sequence[_Segment]) -> list[Action]:
+        """Return all actions of a group of segments, in order."""
+        first = segments[0].action
+        assert first is not None
+        if first.kind in (INPUTS, BUFFERS):
+            return [first._replace(microbatch=index) for index in range(self.repetition.num)]
+        return list(order_of_stage(first.stage, self._num_early, self.repetition.num))
+
+    def _write_segment(self, segment: _Segment, action: Action | None, *, is_last: bool = False) -> bool:
+        marks = segment.marks() if action is not None else {}
+        for step in segment.steps:
+            self._seconds = 0.0 if step.kind == BEGIN else self._seconds + step.seconds
+            new = step._replace(seconds=self._seconds)
+            if step.kind == ALLOCATE:
+                self._count += 1
+                key: object = step.name
+                if action is not None and step.name in marks:
+                    key = (segment.update, action.kind, action.microbatch), marks[step.name]
+                self._names[key] = self._count
+                new = self._live[self._count] = new._replace(name=self._count)
+                self._written.append(new)
+            elif step.kind in (FREE, MOVE):
+                names = self._find(step.name, segment, action, is_last)
+                if not names:
+                    return False
+                self._written += [new._replace(name=name) for name in names]
+                for name in names if step.kind == FREE else ():
+                    del self._live[name]
+            else:
+                self._written.append(new)
+        return True
+
+    def _find(self, name: int, segment: _Segment, action: Action | None, is_last: bool) -> list[int]:
+        """Return what stands for an allocation and is alive.
+
+        It is of the same microbatch, or of one as many microbatches before; else at the same end of the schedule.
+        """
+        if name not in self._places:
+            return self._alive([name])
+        place, mark = self._places[name]
+        update, kind, index = place
+        if action is not None and segment.action is not None and (place == segment.place or not is_last):
+            near = action.microbatch + index - segment.action.microbatch
+            if update == segment.update and (found := self._alive([((update, kind, near), mark)])):
+                return found
+        places = self.repetition.microbatches(Action(kind, 0, index))
+        return self._alive([((update, kind, each), mark) for each in places])
+
+    def _alive(self, keys: Sequence[object]) -> list[int]:
+        return [name for key in keys if (name := self._names.get(key)) in self._live]
+
+    def _num_left(self) -> int:
+        return len(self._live) - self.repetition.num
+
+
+def _num_left(segments: Sequence[_Segment]) -> int:
+    """Return the allocations that are alive at the end, without the buffers of microbatches."""
+    steps = [step for each in segments if each.action is None or each.action.kind != BUFFERS for step in each.steps]
+    return sum({ALLOCATE: 1, FREE: -1}.get(step.kind, 0) for step in steps)
+
+
+def _group_of(segment: _Segment) -> bool | None:
+    """Return True for a part of a stage's schedule, False for what is made for each microbatch, None for the rest."""
+    return None if segment.action is None else segment.action.kind in (FORWARD, BACKWARD)
+
+
+def _cut_by_actions(steps: Sequence[Step], num_run: int) -> Iterator[_Segment]:
+    """Yield the steps by actions, with seconds since the step before."""
+    update, before = 0, 0.0
+    segment = _Segment(update, None)
+    for step in steps:
+        if step.kind == BEGIN:
+            update, before = update + 1, 0.0
+        if step.kind in (PHASE, BEGIN):
+            yield from _with_buffers(segment, num_run)
+            segment = _Segment(update, read_phase(step.category) if step.kind == PHASE else None)
+        segment.steps.append(step._replace(seconds=0.0 if step.kind == BEGIN else max(0.0, step.seconds - before)))
+        before = step.seconds if step.kind != BEGIN else 0.0
+    yield segment
+
+
+def _with_buffers(segment: _Segment, num_run: int) -> Iterator[_Segment]:
+    """Yield a segment; of the one that makes a schedule, the allocation of each microbatch apart."""
+    marks = segment.marks()
+    if not (segment.steps and segment.steps[0].category == SCHEDULE and len(marks) == num_run):
+        yield segment
+        return
+    own = [step for step in segment.steps if step.name in marks and step.kind == ALLOCATE]
+    yield _Segment(segment.update, None, [step for step in segment.steps if step not in own])
+    yield from (_Segment(segment.update, Action(BUFFERS, 0, index), [step]) for index, step in enumerate(own))

@@ -36,6 +36,7 @@ class Replica(DistributedDataParallel):
 
     Args:
         module: The model, which may still be on the meta device.
+        process_group: As DDP's.
         bucket_cap_mb: As DDP's; None is its default, 25 MiB after a first one of 1 MiB.
         gradient_as_bucket_view: As DDP's.
         find_unused_parameters: As DDP's; unused gradients are reduced as zeros after the backward.
@@ -46,6 +47,7 @@ class Replica(DistributedDataParallel):
         self,
         module: nn.Module,
         *,
+        process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = False,
         find_unused_parameters: bool = False,
@@ -53,7 +55,7 @@ class Replica(DistributedDataParallel):
     ) -> None:
         nn.Module.__init__(self)  # without DDP's, which makes the reducer
         state: dict[str, Any] = {
-            "process_group": dist.group.WORLD,
+            "process_group": process_group or dist.group.WORLD,
             "static_graph": False,
             "mixed_precision": None,
             "require_backward_grad_sync": True,
@@ -85,14 +87,19 @@ class Replica(DistributedDataParallel):
         self._reduces = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
         self.require_forward_param_sync = self._reduces
         if self._reduces:
-            for bucket in self._buckets:
-                bucket.waiting = set(bucket.views)
+            self.prepare_for_backward([])
         return self.module(*inputs, **named)
 
     @property
     def reducer(self) -> "Replica":
         """The object that holds the buckets, as in DDP."""
         return self
+
+    def prepare_for_backward(self, _: list[Tensor]) -> None:
+        """Reduce in the next backward, as the last one of a pipeline's stage does after forwards under ``no_sync``."""
+        self._reduces = True
+        for bucket in self._buckets:
+            bucket.waiting = set(bucket.views)
 
     def _rebuild_buckets(self) -> None:
         if self._order and not self._is_rebuilt:
@@ -130,7 +137,7 @@ class Replica(DistributedDataParallel):
         buffers = list(self.module.buffers()) if self.forward_sync_buffers else []
         for dtype in sorted({each.dtype for each in buffers}, key=str):
             flat = torch.cat([each.flatten() for each in buffers if each.dtype == dtype])
-            dist.broadcast(flat, 0, group=self._group)
+            dist.broadcast(flat, group=self._group, group_src=0)
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""Simulation of one update on rank 0 of N, with megabatch's reducers and torch's wrappers, but without memory.
+"""Simulation of one update on one rank of N, with megabatch's reducers and torch's wrappers, but without memory.
 
 - It runs two updates and reports the second: the first makes the optimizer's states, late, as a real run does, and the
   allocator remembers that. Two microbatches in each show the peak of any number: from the second on, the gradient of
@@ -12,24 +12,41 @@
 - Tensors have no contents: experts get tokens by shape only, and code that reads numbers is refused.
 - ``peak_bytes`` is allocated memory. Reserved memory decides what fits: call `Simulated.reserved` with a limit.
 - On a real CPU the system does not count memory that was never touched, so a measurement can be below the prediction.
+- A rank of a `Pipeline` runs torch's own schedule, and the other ranks answer at once. `join_ranks` adds how long it
+  waits, from the simulations of the first and the last rank along "pp".
 - With CPU offload, copies run beside computing, and the host's computing holds up its launches.
 """
 
 import contextlib
+import re
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from math import prod
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.pipelining import PipelineStage
 
+from megabatch.batching.pad_to_shape import Inputs, in_one_shape
 from megabatch.engine.call import CallAgreement
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
 from megabatch.losses.contract import PAIR_NAME, JointLoss, LossFunction, differentiable, loss_hooks, terms_of
+from megabatch.pipeline.order import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    finish_seconds,
+    orders_of,
+)
+from megabatch.pipeline.stages import SCHEDULES, Pipeline, PipelineWrapper
 from megabatch.planning.plan import num_gathered_once
 from megabatch.simulate.allocator import Reserved, reserved
 from megabatch.simulate.compiled_layers import CompiledForward
@@ -45,20 +62,70 @@ from megabatch.simulate.fake_cluster import (
     refuse_data_access,
     uncut_steps,
 )
-from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, Step, tagging_shards, trace_of
+from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, Step, replaced, tagging_shards, trace_of
 from megabatch.simulate.replica import Replica
-from megabatch.simulate.traffic import Sent
-from megabatch.wrappers.base import Wrapper
+from megabatch.simulate.traffic import SEND, Sent, message_seconds
+from megabatch.torch_private import agreement_of_stages, know_shapes, messages_of_stages, pytree
+from megabatch.wrappers.base import Wrapper, local
+from megabatch.wrappers.checks import checksum
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import WideGradients, clip_gradients, drop_gradients
 
 NUM_DISTINCT = 2  # microbatches, of which every other one repeats the first backward or the second forward
+INPUTS = "inputs"  # kind of an action of a pipeline: a microbatch is brought to the device
+WORDS = {
+    INPUTS: "inputs",
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRADIENT: "gradients of inputs",
+    WEIGHT_GRADIENT: "gradients of weights",
+}
+SCHEDULE, BUBBLE = "schedule", "bubble"  # phases of a pipeline: it makes its buffers; it waits for other ranks
 NUM_GATHERED_ONCE = 3  # of these the second: under "gather_once" the first gathers and the last frees parameters
+
+
+def phase_of(action: Action) -> str:
+    """Return the name of the phase in which a pipeline's rank runs an action."""
+    return f"{WORDS[action.kind]} {action.microbatch + 1} of stage {action.stage}"
+
+
+def read_phase(name: str) -> Action | None:
+    """Return the action of a phase; None for one of another kind."""
+    found = re.fullmatch(r"(.+) (\d+) of stage (\d+)", name)
+    if found is None:
+        return None
+    word, number, stage = found.groups()
+    return Action(next(kind for kind, each in WORDS.items() if each == word), int(stage), int(number) - 1)
+
+
+class Repetition(NamedTuple):
+    """Microbatches of a pipeline's rank with one stage, of which a few were run and one stands for more of them."""
+
+    num_run: int
+    num: int
+    num_early: int  # forwards that are alike, before the first backward
+
+    def simulated(self, action: Action) -> Action:
+        """Return the action that was run in place of another."""
+        middle, more = self._middle(action.kind), self.num - self.num_run
+        return action._replace(microbatch=max(min(action.microbatch, middle), action.microbatch - more))
+
+    def microbatches(self, action: Action) -> Sequence[int]:
+        """Return the microbatches for which an action that was run stands."""
+        middle, more = self._middle(action.kind), self.num - self.num_run
+        index = action.microbatch
+        return range(index + more * (index > middle), index + more * (index >= middle) + 1)
+
+    def _middle(self, kind: str) -> int:
+        if kind == FORWARD:
+            return self.num_early
+        # The schedule holds what microbatch num_early - 2 sends for longer than what others send.
+        return 2 if kind == BACKWARD and self.num_early == 3 else 1
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Memory, traffic and time of one update of ``num_microbatches`` on rank 0."""
+    """Memory, traffic and time of one update of ``num_microbatches`` on one rank."""
 
     phases: dict[str, Phase]  # that were run, in order
     where: str  # the phase with the peak
@@ -67,10 +134,12 @@ class Simulated:
     sync: str  # the policy of the run
     num_microbatches: int
     times: dict[str, int]  # count of each phase in an update
-    num_parameters: int  # of the whole model
+    num_parameters: int  # of the whole model, or of a pipeline's rank
     history: tuple[Moment, ...]  # points where memory stops rising or falling
     steps: tuple[Step, ...]  # of memory, of both updates
     device: Device
+    num_ranks: int = 1  # of the mesh
+    repetition: Repetition | None = None
     on_host: frozenset[str] = frozenset()  # categories that CPU offload keeps on the host
 
     @property
@@ -135,6 +204,8 @@ class Simulated:
     def at(self, num_microbatches: int) -> "Simulated":
         """Return the same update with another number of microbatches; two or all of them must have been run."""
         num_run = sum(name.startswith("forward") for name in self.phases)
+        if num_microbatches == self.num_microbatches:
+            return self
         if num_microbatches != num_run and not num_microbatches > num_run == _num_distinct(self.sync):
             raise PlanError(
                 f"{num_run} microbatches were run, which do not tell of {num_microbatches}; simulate with "
@@ -162,12 +233,14 @@ def simulate(
     device: Device | str = "h100-80g",
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     run_all: bool = False,
+    rank: int = 0,
 ) -> Simulated:
-    """Simulate one update on rank 0 of a mesh, without memory, peers and data; half a minute for 34B parameters.
+    """Simulate one update on a rank of a mesh, without memory, peers and data; half a minute for 34B parameters.
 
     Args:
         make_model: ``make_model(mesh)`` makes the model on the meta device and wraps it over the mesh (None for one
-            rank); it gets fake memory afterwards. Use `Replica` in place of DistributedDataParallel.
+            rank); it gets fake memory afterwards. Use `Replica` in place of DistributedDataParallel. A `Pipeline` runs
+            every microbatch; parameters that its stages share are on the first and the last rank along "pp".
         make_optimizer: ``make_optimizer(model)`` makes the optimizer.
         make_batch: Makes a microbatch; give the longest one.
         loss_fn: As for `GradientAccumulator`; a weight may depend on the data.
@@ -180,6 +253,7 @@ def simulate(
         device: The rank's device, by name or as a `Device`.
         around: Makes a context manager around each forward and backward, for example torch's loss_parallel.
         run_all: Run every microbatch. False: run two of them, and count the second for the others.
+        rank: Of the mesh; other ranks do the same, but for those of other stages.
 
     Raises:
         PlanError: For a model or loss that cannot be simulated. No process group and no change in torch stays behind.
@@ -191,9 +265,11 @@ def simulate(
         raise PlanError("a JointLoss needs the representations of other ranks, which are not there; simulate encode")
     place = device_named(device) if isinstance(device, str) else device
     num_run = num_microbatches if run_all else min(num_microbatches, _num_distinct(sync))
-    with fake_mesh(axes or {}) as mesh, refuse_data_access(), disabled_gc(), uncut_steps(place):
+    with fake_mesh(axes or {}, rank) as mesh, refuse_data_access(), disabled_gc(), uncut_steps(place):
         model = make_model(mesh)
         models = check_model(model)
+        if isinstance(model, Pipeline):
+            num_microbatches = num_run = model.filled(num_microbatches)
         ledger = Ledger(place, axes, _host_categories(models))
         run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
         with run.tagging(step_in_backward=step_in_backward):
@@ -208,13 +284,54 @@ def simulate(
         host_bytes=log.host_peak_bytes,
         sync=run.policy,
         num_microbatches=num_microbatches,
-        times=count_phases(num_run, num_microbatches),
+        times=count_phases(num_run, num_microbatches) if SCHEDULE not in log.phases else dict.fromkeys(log.phases, 1),
         num_parameters=sum(each.numel() for each in run.parameters()),
         history=tuple(log.history),
         steps=tuple(log.steps),
         device=place,
+        num_ranks=prod((axes or {}).values()),
         on_host=frozenset(log.on_host),
     )
+
+
+def join_ranks(first: Simulated, last: Simulated, schedule: str, num_ranks: int, per_rank: int = 1) -> Simulated:
+    """Return the simulation of the rank of a pipeline that needs more memory, with the time that it waits for others.
+
+    The ranks between do no more than the first one does: give stages in the middle no more layers.
+
+    Args:
+        first: Of rank 0 of the mesh, whose outermost axis is "pp".
+        last: Of the first of those that are the last along "pp".
+        schedule: As for `Pipeline`.
+        num_ranks: Ranks along "pp".
+        per_rank: Stages of each.
+    """
+    orders = orders_of(schedule, num_ranks, per_rank, first.num_microbatches)
+
+    def simulated(rank: int, action: Action) -> Action:
+        repetition = found[rank].repetition
+        return action if repetition is None else repetition.simulated(action)
+
+    like = [SCHEDULES[schedule].indices(rank, num_ranks, per_rank) for rank in range(num_ranks)]
+    messages = next(each for each in first.sent if each.collective == SEND)
+    found = [first] * (num_ranks - 1) + [last]
+
+    def seconds_of(rank: int, action: Action) -> float:
+        action = simulated(rank, action)
+        at = 0 if found[rank] is first else rank
+        return found[rank].phases[phase_of(action._replace(stage=like[at][like[rank].index(action.stage)]))].seconds
+
+    def seconds_between(*pair: int) -> float:
+        stride = first.num_ranks // num_ranks
+        ranks = [rank * stride for rank in pair]
+        return message_seconds(messages.sent_bytes // messages.calls, ranks, first.device)
+
+    ends = finish_seconds(orders, seconds_of, seconds_between)
+    alone = [each.seconds - sum(seconds_of(rank, action) for action in orders[rank]) for rank, each in enumerate(found)]
+    worst = max(first, last, key=lambda each: each.peak_bytes)
+    waits = max(end + rest for end, rest in zip(ends, alone, strict=True)) - worst.seconds
+    phases = worst.phases | {BUBBLE: Phase(idle_seconds=waits)}
+    return replace(worst, phases=phases, times=worst.times | {BUBBLE: 1})
 
 
 def count_phases(num_run: int, num_microbatches: int) -> dict[str, int]:
@@ -248,7 +365,7 @@ class _Run:
     ) -> None:
         self._model, self._models, self._ledger = model, models, ledger
         self._fake, self._stepping = FakeMode(), cast(StepInBackward | None, None)
-        with self._fake, ledger:
+        with self._fake, ledger, _keeping_tied(model):
             give_fake_memory(self._models)
             for each in self._models:
                 ledger.tag(each.parameters(), "parameters")
@@ -309,6 +426,25 @@ class _Run:
             self._stepping.check_finalize(max_norm, None)
             weights = {} if loss_hooks(loss_fn).weigh is None else {PAIR_NAME: 1.0}
             self._stepping.prepare_call(CallAgreement(num, num, num, weights, None), number=1)
+        if isinstance(wrapper, PipelineWrapper):
+            with around():
+                self._run_schedule(wrapper, make_batch, loss_fn, num)
+        else:
+            self._run_microbatches(make_batch, loss_fn, num, around)
+        ledger.enter_phase("step", HOST if ledger.log.on_host - {HOST} else "temporaries")
+        wrapper.finish_update()
+        if max_norm is not None:
+            clip_gradients(wrapper.parameters, max_norm, None, wrapper.norm_groups, uncounted=wrapper.uncounted)
+        self._wide.finish()
+        ledger.tag((each.grad for each in wrapper.parameters), "gradients")
+        self._optimizer.step()
+        self._tag_states()
+
+    def _run_microbatches(
+        self, make_batch: Callable[[], Any], loss_fn: LossFunction, num: int,
+        around: Callable[[], AbstractContextManager[Any]],
+    ) -> None:  # fmt: skip
+        wrapper, ledger = self._wrapper, self._ledger
         for index in range(num):
             with wrapper.microbatch(self.policy, last=index == num - 1), around():
                 ledger.enter_phase(f"forward {index + 1}", "activations")
@@ -318,17 +454,39 @@ class _Run:
                     objective.backward()
                 del objective
             ledger.tag((each.grad for each in wrapper.parameters), "gradients")
-        ledger.enter_phase("step", HOST if ledger.log.on_host - {HOST} else "temporaries")
-        wrapper.finish_update()
-        if max_norm is not None:
-            clip_gradients(wrapper.parameters, max_norm, None, wrapper.norm_groups)
-        self._wide.finish()
+
+    def _run_schedule(
+        self, wrapper: PipelineWrapper, make_batch: Callable[[], Any], loss_fn: LossFunction, num: int
+    ) -> None:
+        """Run all microbatches of a call through the stages of this rank, with their inputs on the device at once."""
+        pipeline, ledger = wrapper.pipeline, self._ledger
+        batches: list[Any] = []
+        kept: list[Any] = []  # what the losses return, until the call ends
+        for index in range(num):
+            ledger.enter_phase(phase_of(Action(INPUTS, pipeline.indices[0], index)), "activations")
+            batches.append(make_batch())
+
+        def loss(output: Any, index: int) -> Tensor:
+            if pipeline.failure is not None:
+                raise pipeline.failure[1]
+            answer = pytree.tree_unflatten(list(output), cast(Any, pipeline.structure))
+
+            def model(*_: object, **__: object) -> Any:
+                return answer
+
+            kept.append(returned := loss_fn(model, batches[index]))
+            return _sum_totals(returned) * wrapper.loss_factor
+
+        inputs = in_one_shape([_record_inputs(loss_fn, each) for each in batches])
+        ledger.enter_phase(SCHEDULE, "communication")  # a new one allocates what is going to be received
+        with wrapper.call(), _entering_actions(ledger):
+            pipeline.step(inputs, loss, wrapper.device, backward=True)
         ledger.tag((each.grad for each in wrapper.parameters), "gradients")
-        self._optimizer.step()
-        self._tag_states()
+        if pipeline.failure is not None:
+            raise pipeline.failure[1]
 
     def _replicas(self) -> list[Replica]:
-        return [each for each in self._models if isinstance(each, Replica)]
+        return [module for each in self._models for module in each.modules() if isinstance(module, Replica)]
 
     def _tag_buckets(self, *_: object) -> None:
         self._ledger.tag((bucket for each in self._replicas() for bucket in each.memory()), "communication")
@@ -364,6 +522,123 @@ def _sum_totals(returned: Any) -> Tensor:
 def _drop_weight(pair: Any) -> Any:
     is_pair = isinstance(pair, tuple | list) and len(cast(tuple[Any, ...], pair)) == 2
     return (cast(tuple[Any, ...], pair)[0], 1.0) if is_pair else pair
+
+
+class _Called(BaseException):
+    """Raised when the loss calls the model, with the inputs."""
+
+
+def _record_inputs(loss_fn: LossFunction, batch: Any) -> Inputs:
+    """Return the inputs that the loss gives the model."""
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        raise _Called(Inputs(args, kwargs))
+
+    try:
+        loss_fn(record, batch)
+    except _Called as called:
+        return called.args[0]
+    raise PlanError("the loss returned without calling the model that it is given; under a Pipeline call it once")
+
+
+@contextlib.contextmanager
+def _entering_actions(ledger: Ledger) -> Generator[None]:
+    """Enter a phase with each action of a pipeline's stage. Shapes are taken as they are said."""
+
+    def forward(run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_one_chunk(stage: PipelineStage, index: int, *args: Any, **kwargs: Any) -> Any:
+            ledger.enter_phase(phase_of(Action(FORWARD, stage.stage_index, index)), "activations")
+            return run(stage, index, *args, **kwargs)
+
+        return forward_one_chunk
+
+    def backward(run: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_one_chunk(stage: PipelineStage, index: int, *args: Any, **kwargs: Any) -> Any:
+            kind = BACKWARD if kwargs.get("full_backward", True) else INPUT_GRADIENT
+            ledger.enter_phase(phase_of(Action(kind, stage.stage_index, index)), "temporaries")
+            return run(stage, index, *args, **kwargs)
+
+        return backward_one_chunk
+
+    def weights(run: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_weight_one_chunk(stage: PipelineStage, index: int, **kwargs: Any) -> Any:
+            ledger.enter_phase(phase_of(Action(WEIGHT_GRADIENT, stage.stage_index, index)), "temporaries")
+            return run(stage, index, **kwargs)
+
+        return backward_weight_one_chunk
+
+    def reduction(run: Callable[..., Any]) -> Callable[..., Any]:
+        def perform_reduce_grad(stage: PipelineStage, factor: int) -> Any:
+            ledger.enter_phase(f"reduction of stage {stage.stage_index}", "temporaries")
+            return run(stage, factor)
+
+        return perform_reduce_grad
+
+    def take_shapes(_: object) -> Callable[..., None]:
+        def warm_up(schedule: object, stages: Sequence[Any], *unused: object) -> None:
+            know_shapes(stages)
+
+        return warm_up
+
+    def keep_sent(send: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_p2p(operations: Sequence[dist.P2POp], *args: Any, **kwargs: Any) -> _Works:
+            return _Works(send(operations, *args, **kwargs), operations)
+
+        return batch_p2p
+
+    with (
+        replaced(PipelineStage, "forward_one_chunk", forward),
+        replaced(PipelineStage, "backward_one_chunk", backward),
+        replaced(PipelineStage, "backward_weight_one_chunk", weights),
+        replaced(PipelineStage, "perform_reduce_grad", reduction),
+        replaced(*agreement_of_stages(), take_shapes),
+        replaced(*messages_of_stages(), keep_sent),
+    ):
+        yield
+
+
+class _Works(list[Any]):
+    """Works that keep what they send, as those of a real process group do."""
+
+    def __init__(self, works: list[Any], operations: Sequence[dist.P2POp]) -> None:
+        super().__init__(works)
+        self.sent = [each.tensor for each in operations]
+
+
+class _TiedCopies:
+    """Copies of the parameters that the first and the last rank of a pipeline share. Fake ones cannot be compared."""
+
+    def __init__(self, pipeline: Pipeline, copies: Mapping[str, nn.Parameter]) -> None:
+        group = pipeline.group
+        self._copies, self._is_first = [each for each in copies.values() if each.requires_grad], group.rank() == 0
+        ends = [dist.get_process_group_ranks(group)[rank] for rank in (0, -1)]
+        self._group = group if group.size() == len(ends) else dist.new_group(ends, use_local_synchronization=True)
+
+    @property
+    def uncounted(self) -> list[nn.Parameter]:
+        return [] if self._is_first else self._copies
+
+    def sum_gradients(self) -> None:
+        """Do what a run does: compare checksums of the copies, and sum their gradients."""
+        for each in self._copies:
+            checksum(local(each.detach()))
+        for each in self._copies:
+            dist.all_reduce(local(cast(Tensor, each.grad)), group=self._group)
+
+
+@contextlib.contextmanager
+def _keeping_tied(model: Any) -> Generator[None]:
+    """Let a pipeline know its tied parameters after they got other memory."""
+    if not isinstance(model, Pipeline):
+        yield
+        return
+    copies: dict[str, nn.Parameter] = cast(Any, model)._copies
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places = {key: names[id(parameter)] for key, parameter in copies.items()}
+    yield
+    found = {key: model.get_parameter(place) for key, place in places.items()}
+    model.tied = cast(Any, _TiedCopies(model, found) if found else None)
+    cast(Any, model)._copies = None  # `agree_on_tied` has nothing to do
 
 
 def _use_only_rank(wrapper: Wrapper) -> None:

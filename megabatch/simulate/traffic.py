@@ -14,6 +14,7 @@ from megabatch.torch_private import group_named, is_boxed_group, name_of_operati
 OVERLAPPED = "c10d"  # namespace of the collectives of DDP and FSDP2, which run beside computing
 # Collectives of that namespace which a layer waits for: of context parallelism and of experts.
 AWAITED = ("allgather", "alltoall", "alltoallbase")
+SEND = "send"  # of a pipeline's stages
 NAMESPACES = (OVERLAPPED, "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 KINDS = {  # by the start of torch's name without underscores: our name, and how often each part of a buffer is sent
     "allgather": ("all_gather", 1),
@@ -25,8 +26,7 @@ KINDS = {  # by the start of torch's name without underscores: our name, and how
     "reduce": ("reduce", 1),
     "gather": ("gather", 1),
     "scatter": ("scatter", 1),
-    "send": ("send", 1),
-    "isend": ("send", 1),
+    "send": (SEND, 1),
 }
 # Operations of reductions, which are strings among the arguments as well.
 OPERATIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
@@ -73,6 +73,7 @@ class Collective(NamedTuple):
     buffer_bytes: int
     group: dist.ProcessGroup
     is_awaited: bool  # computing waits for it: it belongs to a layer, as those of tensor parallelism do
+    receiver: int | None = None  # of a message from rank to rank: its index in the group
 
 
 def parse_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | None:
@@ -88,17 +89,29 @@ def parse_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Collecti
     tensors = [tensor for side in sides for tensor in side]
     buffer_bytes = max((sum(each.nbytes for each in side) for side in sides), default=0)
     is_awaited = func.namespace != OVERLAPPED or name in AWAITED
-    return Collective(*found, tensors, buffer_bytes, group, is_awaited)
+    receiver = args[2] if found[0] == SEND else None
+    return Collective(*found, tensors, buffer_bytes, group, is_awaited, receiver)
 
 
 def count_traffic(collective: Collective, axes: Mapping[str, int], device: Device) -> Sent:
-    """Return the traffic of this rank in a ring, which cuts the buffer into one part for each rank."""
+    """Return the traffic of this rank in a ring, which cuts the buffer into one part for each rank.
+
+    A message from rank to rank is sent whole.
+    """
     ranks = dist.get_process_group_ranks(collective.group)
+    if collective.receiver is not None:
+        pair, size = [ranks[collective.group.rank()], ranks[collective.receiver]], collective.buffer_bytes
+        return Sent(collective.kind, find_axis(pair, axes), 2, 1, size, size, message_seconds(size, pair, device))
     num = len(ranks)
     part = -(-collective.buffer_bytes // num)
     sent = collective.rounds * (num - 1) * part
     seconds = device.latency_seconds(ranks, collective.rounds) + sent / device.sending_bytes_per_second(ranks)
     return Sent(collective.kind, find_axis(ranks, axes), num, 1, collective.buffer_bytes, sent, seconds)
+
+
+def message_seconds(num_bytes: int, ranks: list[int], device: Device) -> float:
+    """Return the seconds of a message between two ranks."""
+    return device.latency_seconds(ranks, 1) + num_bytes / device.sending_bytes_per_second(ranks)
 
 
 def find_axis(ranks: list[int], axes: Mapping[str, int]) -> str:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import JointLoss, LossContractError, PlanError
+from megabatch.pipeline import Pipeline
 from megabatch.simulate import Simulated, simulate
 from tests.unit.failures.table import names
 
@@ -45,6 +46,13 @@ def hidden(mesh: Any) -> nn.Module:
     return nn.Sequential(DistributedDataParallel(nn.Linear(3, 3)))
 
 
+def piped(mesh: Any) -> nn.Module:
+    def shape(batch: Tensor) -> Tensor:
+        return torch.empty(len(batch), 3, device="meta")
+
+    return Pipeline([linear()], mesh, boundary=shape, output=shape)
+
+
 FAILURES: dict[str, tuple[Callable[[], object], str]] = {  # what is asked -> what the error names
     "a joint loss": (
         lambda: small(loss_fn=JointLoss(lambda model, batch: batch, lambda batch: (batch.sum(), 1))), "JointLoss",
@@ -60,6 +68,14 @@ FAILURES: dict[str, tuple[Callable[[], object], str]] = {  # what is asked -> wh
     "code that looks at numbers": (lambda: small(loss_fn=looks), "aten._local_scalar_dense … give code"),
     "shapes that depend on numbers": (lambda: small(loss_fn=chooses), "aten.nonzero … give code"),
     "a device that is not known": (lambda: small(device="abacus"), "'abacus' … name one of a100-40g"),
+    "a rank that is not there": (lambda: small(axes={"dp": 2}, rank=2), "rank is 2 … give one from 0 to 1"),
+    "a pipeline beside another model": (
+        lambda: small(lambda mesh: [piped(mesh), linear()], axes={"pp": 2}), "one of several models; simulate it alone",
+    ),
+    "a loss that does not call its pipeline": (
+        lambda: small(piped, axes={"pp": 2}, loss_fn=lambda model, batch: (batch.sum(), 1)),
+        "the loss returned without calling the model … call it once",
+    ),
     "no ranks": (lambda: small(axes={"dp": 0}), "mesh axis 'dp' is 0 … must be a whole number"),
     "an axis that is not known": (lambda: small(axes={"data": 2}), "'data'; expected one of dp"),
     "a sync that is not known": (lambda: small(sync="sometimes"), "'sometimes'; expected one of auto"),

@@ -23,7 +23,7 @@ from transformers import (
 from megabatch import GradientAccumulator, MegabatchError
 from megabatch.simulate import device_named, extend
 from megabatch.train.autotune.device_file import device_toml
-from megabatch.train.config import Config, ModelConfig
+from megabatch.train.config import Config, ModelConfig, ParallelConfig
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
@@ -31,7 +31,7 @@ from megabatch.train.model.architecture import quiet
 from megabatch.train.plan import simulation
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import Choice, UpdateLengths, build_grid
-from megabatch.train.plan.layouts import build_layouts, layout_text, propose_layouts
+from megabatch.train.plan.layouts import build_layouts, layout_text, pipeline_degrees, propose_layouts
 from megabatch.train.plan.published import (
     RUNS,
     SOURCES,
@@ -59,7 +59,7 @@ from megabatch.train.plan.search import (
     sort_rows,
     with_margin,
 )
-from megabatch.train.plan.simulation import Repeats, Simulator, build_simulator, find_repeats
+from megabatch.train.plan.simulation import Repeats, Simulator, bare_model, build_simulator, find_repeats
 from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
@@ -230,6 +230,51 @@ def test_the_layouts_of_processes(recipe: Path, world: int, stated: list[str], t
         assert each.sequence_parallel == (each.tp > 1)
 
 
+def test_pipelines_are_among_the_layouts_of_a_model_that_can_be_cut(recipe: Path) -> None:
+    asked = read_request(["--layouts", *arguments(8, model__config__num_hidden_layers=4)])
+    config = load_config(recipe, list(asked.overrides))
+    with quiet():
+        degrees = pipeline_degrees(bare_model(config), config, asked)
+    assert degrees == [1, 2, 4]  # a layer for each stage, of four, and four samples
+    texts = [layout_text(each) for each in propose_layouts(config.parallel, asked, 64, degrees)]
+    cut = [text for text in texts if "pp" in text and "tp" not in text]
+    assert cut == ["fsdp2 4, pp 2", "replicate 4, pp 2", "fsdp2 2, pp 4", "replicate 2, pp 4"]
+    assert "tp 2, pp 4" in texts
+    stated = read_request(["--layouts", *arguments(8, parallel__pp=3)])
+    config = load_config(recipe, list(stated.overrides))
+    assert pipeline_degrees(bare_model(config), config, stated) == [3]
+    config = config.model_copy(update={"parallel": ParallelConfig()})
+    with quiet():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", num_hidden_layers=4, hidden_size=64))
+    assert pipeline_degrees(model, config, asked) == [1]
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_planned_with_the_microbatches_that_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "update__micro_batch_size": 4}
+    rows = plan_recipe(recipe, arguments(2, **values, model__activation_checkpointing="true"))
+    assert [row.choice.num_microbatches for row in rows] == [2]  # one, and one of no weight: 1F1B has two stages
+    assert (rows[0].choice.sync, rows[0].by, rows[0].parallel.pp) == ("last", SIMULATION, 2)
+    out = capsys.readouterr().out
+    assert "pipeline over 2 ranks, one stage of the layers on each, in the order of 1F1B" in out
+    assert "2 microbatches of 4" in out
+    assert "--parallel.pp=2" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_the_closed_form_of_a_pipeline_leaves_out_nothing_that_fits(recipe: Path, schedule: str) -> None:
+    values = {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "update__global_batch_size": 8}
+    what = subject(recipe, 2, **values, parallel__schedule=schedule)
+    rows = [run_simulation(what, 2**40, each) for each in what.grid.choices() if each.micro_batch_size in (1, 4)]
+    for row in rows:
+        guess = what.estimate(row.choice)
+        assert CERTAIN * guess.peak_bytes <= row.peak_bytes
+        assert guess.bubble == pytest.approx(1 / row.choice.num_microbatches)
+        held = [each for each in rows if what.num_held(row.choice) >= what.num_held(each.choice)]
+        assert all(min_peak_bytes(row.choice, each) <= row.peak_bytes for each in held)
+
+
 @pytest.mark.slow
 def test_layouts_are_compared_and_the_keys_of_the_best_are_those_of_its_plan(
     recipe: Path, capsys: pytest.CaptureFixture[str]
@@ -311,7 +356,9 @@ def test_layouts_are_ranked_as_a_source_has_measured_them_in_a_plan(model: str, 
         layouts = [
             each
             for each in layouts
-            if each.config.parallel.tp in published and each.config.parallel.wrapper in ("fsdp2", None)
+            if each.config.parallel.tp in published
+            and each.config.parallel.wrapper in ("fsdp2", None)
+            and each.config.parallel.pp == 1
         ]
         rows = search_choices(layouts, asked.limit_bytes, lambda _: None)
     seconds: dict[int, float] = {}
@@ -370,6 +417,9 @@ def test_with_replicas_nothing_is_run_that_sends_more_for_nothing(recipe: Path) 
         (2, {"model__dtype": "bfloat16", "update__accumulate_dtype": "float32"}),
         (1, {"data__pack_tokens": 64, "model__attention": "eager"}),
         (1, {"model__freeze": "*.embed_tokens.*", "update__max_norm": "none"}),
+        (2, {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "optim__ema_decay": 0.5}),
+        (4, {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "parallel__wrapper": "fsdp2",
+             "model__compute_dtype": "bfloat16"}),
     ],
 )  # fmt: skip
 def test_what_the_trainer_builds_is_planned(recipe: Path, world: int, values: dict[str, Any]) -> None:
@@ -757,7 +807,7 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.global"),
         (["--layouts"], "--layouts compares layouts of several processes and --world is 1; give --world N"),
         (["--layouts", "--world=4", "--parallel.tp=3"], "no layout of 4 processes has the degrees that the"),
-        (["--layouts", "--world=2", "--parallel.pp=2"], "--layouts does not compare pipelines; leave --parallel.pp"),
+        (["--layouts", "--world=2", "--parallel.pp=2"], "model.config.num_hidden_layers is 1 and 1F1B over 2 ranks"),
         (["extra"], "cannot read the argument 'extra'; write --section.key=value"),
         (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and there are 3 processes; take a multiple of 2"),
         (
@@ -769,7 +819,11 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
             ["--world=2", "--parallel.wrapper=ddp", "--optim.in_backward", "--update.max_norm=none"],
             "the model has DistributedDataParallel, whose whole gradient is there only after the backward",
         ),
-        (["--world", "2", "--parallel.pp=2"], "parallel.pp is 2, which the plan does not simulate; plan with"),
+        (["--world", "2", "--parallel.pp=2"], "model.config.num_hidden_layers is 1 and 1F1B over 2 ranks has 2 stages"),
+        (
+            ["--world", "2", "--parallel.pp=2", "--model.config.num_hidden_layers=2", "--update.sync=every"],
+            "sync is 'every', but a pipeline reduces once per call",
+        ),
         (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
         (["--optim.name=LBFGS"], "optim.name is 'LBFGS', which cannot be used"),
         (["--optim.name=Adafactor"], "optim.name is 'Adafactor', whose step looks at numbers, and a plan has none"),

@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from megabatch import Plan
 from megabatch.batching import IGNORED_LABEL
 from megabatch.planning import TunedLimit
 from megabatch.train.callbacks.evaluation import evaluating
@@ -55,7 +57,8 @@ class PlanMessage(Callback):
 def plan_lines(context: RunContext) -> list[tuple[str, str]]:
     """Return the plan of the run and of its next update, each line with its subject; "": it goes on with the last."""
     config, data, ranks, num_updates = context.config, context.data, context.ranks, context.updates.num_updates
-    split, *others = context.choices.shown(context.plan).explain().splitlines()
+    plan = fill_up(context.plan)
+    split, *others = context.choices.shown(plan).explain().splitlines()
     updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
     schedule, *more = notes(config, num_updates, data, ranks.dp_degree)
     choices = context.choices.text(config.update, context.learner.gradient.oom_limit)
@@ -73,8 +76,14 @@ def plan_lines(context: RunContext) -> list[tuple[str, str]]:
             f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split} (others may have more or fewer)",
         ),
         *(("", line) for line in others),
-        ("", f"gradient accumulation steps (derived, for this update): {context.plan.num_microbatches}"),
+        ("", f"gradient accumulation steps (derived, for this update): {plan.num_microbatches}"),
     ]
+
+
+def fill_up(plan: Plan) -> Plan:
+    """Return the plan with the dummy microbatches that a pipeline's schedule steps need."""
+    num_dummies = max(0, sum(plan.steps) - plan.num_microbatches)
+    return replace(plan, microbatches=(*plan.microbatches, *[()] * num_dummies))
 
 
 def titled(subject: str, lines: Sequence[str]) -> list[tuple[str, str]]:

@@ -132,6 +132,13 @@ def per_rank(parallel: ParallelConfig) -> int:
     return SCHEDULES[parallel.schedule].per_rank or parallel.stages_per_rank or STAGES_PER_RANK
 
 
+def filled_up(parallel: ParallelConfig, num_microbatches: int) -> int:
+    """Return the microbatches of a call that the recipe's schedule runs, dummy ones included."""
+    from megabatch.pipeline import SCHEDULES
+
+    return SCHEDULES[parallel.schedule].filled(num_microbatches, parallel.pp, parallel.pp * per_rank(parallel))
+
+
 def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
     """Raise for a model whose stages would not compute together what it does."""
     family = getattr(getattr(model, "config", None), "model_type", None)
@@ -221,12 +228,15 @@ def connect(stage: nn.Module, part: Part) -> None:
         stage.register_forward_hook(hand)
 
 
-def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh) -> "Pipeline":
+def pipeline(
+    stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
+    ddp: Callable[..., nn.Module] = DistributedDataParallel,
+) -> "Pipeline":  # fmt: skip
     """Return the stages, as a pipeline of the recipe's schedule."""
     modules: list[nn.Module] = list(stages.modules)
     if wrapper.name == "ddp":
         group = mesh.get_group("dp_replicate")
-        modules = [DistributedDataParallel(each, process_group=group) for each in modules]
+        modules = [ddp(each, process_group=group) for each in modules]
     architecture, dtype = stages.model.config, boundary_dtype(config.model)
     # The first stage has it, and the last one where its head is tied.
     embedding: nn.Parameter | None = getattr(stages.model.get_input_embeddings(), "weight", None)

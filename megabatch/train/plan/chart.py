@@ -48,16 +48,19 @@ def draw_chart(path: Path, row: PlanRow, limit_bytes: int, title: str) -> None:
             axes.axhline(limit_bytes / GIB, color=INK, linestyle="--", linewidth=1.2, label="there for tensors")
         before = ["", *(moment.phase for moment in row.history)]
         starts = [moment for moment, phase in zip(row.history, before, strict=False) if moment.phase != phase]
-        for start, phase in {moment.seconds: moment.phase for moment in starts}.items():  # the last of those together
+        is_pipeline = row.parallel.pp > 1  # with as many phases as all microbatches have, whose names would overlap
+        at = {moment.seconds: moment.phase for moment in starts}  # the last of those together
+        for start, phase in () if is_pipeline else at.items():
             axes.axvline(start, color=LINE, linewidth=1)
             axes.annotate(
                 phase, (start, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
                 va="top", fontsize=8, color=MUTED,
             )  # fmt: skip
         n = row.choice.num_microbatches
-        part = f", of whose {n} microbatches two are shown" if n > 2 else ""
+        part = f", of whose {n} microbatches two are shown" if n > 2 and not is_pipeline else ""
+        whose = "the rank of the pipeline that needs most" if is_pipeline else "rank 0"
         axes.set(
-            title=title, xlabel=f"seconds of computing in one update{part}", ylabel="GiB of rank 0",
+            title=title, xlabel=f"seconds of computing in one update{part}", ylabel=f"GiB of {whose}",
             xlim=(0, seconds[-1]),
         )  # fmt: skip
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)

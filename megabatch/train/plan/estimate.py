@@ -5,9 +5,9 @@ than any layer keeps, so that it never rejects a choice that fits. Traffic is ex
 and train something in each layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from megabatch.optim import LowBits, split_parameters
+from megabatch.pipeline import count_held, estimate_bubble
 from megabatch.planning import num_gathered_once
-from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, QuantizedAdam
+from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, QuantizedAdam, message_seconds
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.optimizer import build_optimizer, groups_of
@@ -29,7 +30,31 @@ GRADIENT_FLOPS = 2  # per token and trained parameter
 CUT_BYTES, RECOMPUTED_CUT_BYTES = 8, 3  # times the stream that a layer under tp sends in rings, and a second forward
 CUT_CALLS, WHOLE_CALLS = 12, 4  # collectives of a layer under tp, with the stream cut or whole
 COPIES = 4  # times that what FSDP2 gathers is read or written in memory: the buffer, and the weights out of it
+GPIPE, ONE_EACH = "GPipe", "1F1B"  # schedules of one stage on each rank
 MIN_CHUNK = 2**22  # logits that `losses.next_token` computes at once, at least
+
+
+@dataclass(frozen=True)
+class PipelineShare:
+    """The place of a rank in a pipeline."""
+
+    schedule: str
+    num_ranks: int
+    rank: int
+    per_rank: int  # stages
+    num_embedded: int  # parameters of the embedding of tokens, which multiply nothing
+
+    @property
+    def num_telling(self) -> int | None:
+        """Microbatches whose simulation tells of any more: the first, those in the middle, the last. None: none do."""
+        if self.per_rank > 1 or self.schedule not in (GPIPE, ONE_EACH):
+            return None
+        num_early = 1 if self.schedule == GPIPE else self.num_ranks - self.rank  # forwards before the first backward
+        return max(num_early + 3, self.num_ranks)
+
+    def num_held(self, num_microbatches: int) -> float:
+        """Return the most microbatches whose activations this rank holds for its layers, at least."""
+        return count_held(self.schedule, self.num_ranks, self.per_rank, self.rank, num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -63,6 +88,7 @@ class ModelSizes:
     num_key_features: int = 0  # of the keys and values of a token
     offloads: bool = False  # parameters, gradients and states to the host
     steps_in_backward: bool = False  # and frees each gradient as soon as it is complete
+    pipeline: PipelineShare | None = None
 
     @property
     def num_gathered(self) -> int:
@@ -99,11 +125,12 @@ class Estimate:
     compute_seconds: float
     traffic_seconds: float  # that overlaps with computation
     awaited_seconds: float = 0.0  # of collectives that a layer waits for
+    bubble: float = 0.0  # time that a pipeline's rank waits for others, as a fraction of the time that it computes
 
     @property
     def seconds(self) -> float:
         """Seconds of an update."""
-        return max(self.compute_seconds, self.traffic_seconds) + self.awaited_seconds
+        return (1 + self.bubble) * max(self.compute_seconds, self.traffic_seconds) + self.awaited_seconds
 
     @property
     def bound(self) -> str:
@@ -217,9 +244,9 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     """Return the cost of a choice with samples of ``length_tokens``."""
     tokens = -(-choice.micro_batch_size * length_tokens // sizes.num_stretches)
     sent_bytes = _sent_bytes(choice, sizes)
-    per_token = (
-        RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS
-    ) * sizes.num_parameters + GRADIENT_FLOPS * sizes.num_trained
+    num_embedded = sizes.pipeline.num_embedded if sizes.pipeline is not None else 0
+    per_token = (RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS) * (sizes.num_parameters - num_embedded)
+    per_token += GRADIENT_FLOPS * max(0, sizes.num_trained - num_embedded)
     flops = per_token * tokens * choice.num_microbatches * choice.fill
     ranks = list(range(0, sizes.num_shards * sizes.num_copies * sizes.num_cut, sizes.num_cut))
     traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
@@ -244,6 +271,34 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
 def _offloaded_bytes(choice: Choice, sizes: ModelSizes) -> float:
     """Return the bytes of the shards that are copied to the device in an update; fewer come back as gradients."""
     return _num_gathered(choice, sizes) * sizes.parameter_bytes / sizes.num_shards
+
+
+def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens: int, device: Device) -> Estimate:
+    """Return the cost of a choice on a pipeline's first rank or its last: the larger memory, the longer time."""
+    first, last = (estimate_cost(choice, each, length_tokens, device) for each in ends)
+    sizes, share = ends[0], cast(PipelineShare, ends[0].pipeline)
+    num, compute_seconds = choice.num_microbatches, max(first.compute_seconds, last.compute_seconds)
+    message_bytes = _boundary_bytes(choice, sizes, length_tokens)
+    next_rank = sizes.num_shards * sizes.num_copies * sizes.num_cut
+    message = message_seconds(message_bytes, [0, next_rank], device) / compute_seconds * num
+    order = share.schedule, share.num_ranks, share.per_rank, num
+    alone, bubble = (
+        estimate_bubble(*order, recomputes=bool(choice.recompute), message=each) for each in (0.0, round(message, 2))
+    )
+    worst = max(first, last, key=lambda each: each.peak_bytes)
+    return Estimate(
+        worst.peak_bytes,
+        worst.sent_bytes + num * message_bytes,
+        compute_seconds,
+        max(first.traffic_seconds, last.traffic_seconds),
+        max(first.awaited_seconds, last.awaited_seconds) + (bubble - alone) * compute_seconds,
+        alone,
+    )
+
+
+def _boundary_bytes(choice: Choice, sizes: ModelSizes, length_tokens: int) -> int:
+    """Return the bytes of what a pipeline's stage sends of a microbatch."""
+    return choice.micro_batch_size * length_tokens * sizes.num_hidden * sizes.compute_bytes
 
 
 def _layer_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device) -> tuple[int, float]:
@@ -320,7 +375,11 @@ def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     cut = 1 if sizes.cuts_stream else sizes.num_cut  # what matrices keep is cut in any case
     each = features if choice.recompute else least / cut * features
     logits = 2 * 4 * min(tokens, sizes.num_logit_tokens) * sizes.num_vocabulary
-    return sizes.num_kept * each + logits / (sizes.num_cut if sizes.cuts_logits else 1)
+    kept = sizes.num_kept * each + logits / (sizes.num_cut if sizes.cuts_logits else 1)
+    if sizes.pipeline is None:
+        return kept
+    received = choice.num_microbatches * tokens * sizes.num_hidden * sizes.compute_bytes  # all have buffers
+    return kept + (sizes.pipeline.num_held(choice.num_microbatches) - 1) * sizes.num_kept * each + received
 
 
 def _num_gathered(choice: Choice, sizes: ModelSizes) -> int:

@@ -1,7 +1,8 @@
 """Grid: the configurations of one update that a plan compares. All of them compute the same gradient."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from statistics import mean
 
@@ -9,6 +10,7 @@ from megabatch import plan
 from megabatch.planning import best_fit
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.parallel.pipeline_stages import filled_up
 
 GATHER_ONCE = "gather_once"
 FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")  # torch's other optimizers are fused on CPUs only
@@ -127,6 +129,7 @@ class Grid:
     fused: bool
     dp_degree: int = 1
     lengths: UpdateLengths | None = None  # None: every sample counts as long as the longest
+    filled: Callable[[int], int] = int  # microbatches → as many as run: a pipeline's schedule may fill up
 
     def choices(self) -> list[Choice]:
         """Return every choice."""
@@ -136,6 +139,7 @@ class Grid:
             self.micro_batch_sizes, self.syncs, self.reshards, self.recomputes
         ):
             num_microbatches, fill = splits[size]
+            num_microbatches = self.filled(num_microbatches)
             sync = self.syncs[0] if num_microbatches == 1 else sync  # a single microbatch is reduced at its end anyway
             reshard = reshard and sync != GATHER_ONCE
             found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused, fill))
@@ -162,7 +166,7 @@ def build_grid(
         updates: Lengths of the samples of a few updates, if the data is read.
     """
     samples_per_rank = -(-sizes_of(config.update).largest // dp_degree)
-    syncs = SYNCS[wrapped]
+    syncs = SYNCS[wrapped] if config.parallel.pp == 1 else ("last",)
     if config.update.sync != "auto" and ("update.sync" in stated or config.update.sync not in syncs):
         syncs = (config.update.sync,)
     sizes = _micro_batch_sizes(config, stated, samples_per_rank)
@@ -178,9 +182,10 @@ def build_grid(
     if "model.activation_checkpointing" in stated or config.model.function is not None:  # a module may not have it
         recomputes = (own,)
     lengths = None
-    if updates and length_tokens is not None:
+    if updates and length_tokens is not None and config.parallel.pp == 1:
         lengths = UpdateLengths(updates, length_tokens, cap is not None, config.update.one_row)
-    return Grid(samples_per_rank, sizes, syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths)
+    filled = int if config.parallel.pp == 1 else partial(filled_up, config.parallel)
+    return Grid(samples_per_rank, sizes, syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths, filled)
 
 
 def _micro_batch_sizes(config: Config, stated: Collection[str], samples_per_rank: int) -> tuple[int, ...]:

@@ -1,18 +1,21 @@
 """Layouts: the ways to divide a recipe's processes that `megabatch plan --layouts` compares."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ParallelConfig
+from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.contradictions import check_config
+from megabatch.train.parallel.pipeline_stages import check_model, per_rank
 from megabatch.train.parallel.tensor_parallel import check_divisible, plan_of
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.simulation import Simulator, bare_model, build_simulator, find_longest_sample
 from megabatch.train.runtime.console import Console
 
 NODES_FACTOR = 4  # from one number of nodes with a copy of the model to the next
+MAX_STAGES = 8  # ranks of a pipeline
 MIN_STRETCH_TOKENS = 4096  # of a sequence that is cut over ranks: a shorter one sends much and computes little
 
 
@@ -23,13 +26,12 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     """
     if request.world == 1:
         raise MegabatchError("--layouts compares layouts of several processes and --world is 1; give --world N")
-    if config.parallel.pp > 1 and "parallel.pp" in request.stated_keys:
-        raise MegabatchError("--layouts does not compare pipelines; leave --parallel.pp out")
     sample = find_longest_sample(config, request.length_tokens, console)
     model: Any = bare_model(config)
     simulators: list[Simulator] = []
     left_out: dict[str, str] = {}
-    for parallel in propose_layouts(config.parallel, request, sample.length_tokens):
+    stages = pipeline_degrees(model, config, request)
+    for parallel in propose_layouts(config.parallel, request, sample.length_tokens, stages):
         divided = config.model_copy(update={"parallel": parallel})
         try:
             check_config(divided)
@@ -45,53 +47,72 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     return simulators, list(left_out.values())
 
 
-def propose_layouts(parallel: ParallelConfig, request: PlanRequest, length_tokens: int) -> list[ParallelConfig]:
+def pipeline_degrees(model: Any, config: Config, request: PlanRequest) -> list[int]:
+    """Return the ranks of a pipeline to propose: as stated, or powers of two for a model that can be cut."""
+    parallel = config.parallel
+    if "parallel.pp" in request.stated_keys:
+        return [parallel.pp]
+    try:
+        check_model(model, parallel)
+    except MegabatchError:
+        return [1]
+    # Each stage needs a layer, and a pipeline as many microbatches as ranks.
+    most = min(MAX_STAGES, sizes_of(config.update).largest, model.config.num_hidden_layers // per_rank(parallel))
+    return [2**power for power in range(max(1, most).bit_length())]
+
+
+def propose_layouts(
+    parallel: ParallelConfig, request: PlanRequest, length_tokens: int, stages: Sequence[int] = (1,)
+) -> list[ParallelConfig]:
     """Return the layouts of all processes with the keys that the command line states.
 
     Args:
         parallel: The recipe's section.
         request: The command line.
         length_tokens: Of the longest sample.
+        stages: Numbers of a pipeline's ranks.
     """
     stated = [key.removeprefix("parallel.") for key in request.stated_keys if key.startswith("parallel.")]
     least = 2 if "cp" in stated else MIN_STRETCH_TOKENS
-    keys = _layouts(parallel, request, "sequence_parallel" in stated, length_tokens // least)
+    keys = _layouts(parallel, request, "sequence_parallel" in stated, length_tokens // least, stages)
     found = [parallel.model_copy(update=each) for each in keys]
     return [each for each in found if all(getattr(each, key) == getattr(parallel, key) for key in stated)]
 
 
 def _layouts(
-    parallel: ParallelConfig, request: PlanRequest, keeps_stream: bool, most_stretches: int
+    parallel: ParallelConfig, request: PlanRequest, keeps_stream: bool, most_stretches: int, stages: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each layout, without and with tensor and context parallelism inside of a node."""
+    """Yield the keys of each layout: alone, with tensor or context parallelism inside of a node, with a pipeline."""
     per_node = min(request.world, request.device.ranks_per_node)
     degrees = [2**power for power in range(per_node.bit_length())]
-    for tp, cp in product(degrees, degrees):
-        ranks = tp * cp
-        if per_node % ranks or request.world % ranks or cp > max(1, most_stretches):
+    for tp, cp, pp in product(degrees, degrees, stages):
+        ranks = tp * cp * pp
+        if per_node % (tp * cp) or request.world % ranks or cp > max(1, most_stretches) or cp > 1 < pp:
             continue
         cut = {
-            "tp": tp, "cp": cp, "pp": 1, "loss_parallel": parallel.loss_parallel and tp > 1,
+            "tp": tp, "cp": cp, "pp": pp, "loss_parallel": parallel.loss_parallel and tp > 1,
             "sequence_parallel": parallel.sequence_parallel if keeps_stream else tp > 1,
         }  # fmt: skip
-        for wrapper, replicas, shards in _data_layouts(request.world // ranks, per_node // ranks, tp, cp, parallel):
+        if pp == 1:
+            cut |= {"schedule": ParallelConfig().schedule, "stages_per_rank": None}
+        for wrapper, replicas, shards in _data_layouts(request.world // ranks, per_node // (tp * cp), cut, parallel):
             yield {**cut, "wrapper": wrapper, "dp_replicate": replicas, "dp_shard": shards}
 
 
 def _data_layouts(
-    num_ranks: int, per_node: int, tp: int, cp: int, parallel: ParallelConfig
+    num_ranks: int, per_node: int, cut: Mapping[str, Any], parallel: ParallelConfig
 ) -> Iterator[tuple[str | None, int, int]]:
     """Yield wrapper, copies and shards: one sharded model, a copy on each rank, or sharded copies on whole nodes.
 
-    Wrappers shard and copy over ``cp`` too.
+    Wrappers shard and copy over ``cp`` too. Stages are sharded or copied over all their ranks.
     """
-    copies = "replicate" if tp * cp > 1 else "ddp"
-    if num_ranks * cp == 1:
+    copies = "replicate" if cut["tp"] * cut["cp"] * cut["pp"] > 1 else "ddp"
+    if num_ranks * cut["cp"] == 1:
         yield copies if parallel.wrapper == "ddp" else parallel.wrapper, 1, 1
         return
     yield "fsdp2", 1, num_ranks
     yield copies, num_ranks, 1
-    shards = per_node
+    shards = per_node if cut["pp"] == 1 else num_ranks
     while shards < num_ranks:
         if shards > 1 and num_ranks % shards == 0:
             yield "fsdp2", num_ranks // shards, shards

@@ -14,7 +14,7 @@ from megabatch.simulate import Device, Moment, Simulated
 from megabatch.train.config import ParallelConfig
 from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.model.architecture import quiet
-from megabatch.train.plan.estimate import Estimate, estimate_cost
+from megabatch.train.plan.estimate import Estimate
 from megabatch.train.plan.grid import GATHER_ONCE, Choice
 from megabatch.train.plan.simulation import Simulator
 
@@ -26,6 +26,7 @@ GROWN = 0.85  # of the activations of a larger microbatch, by those of a smaller
 NEAR, FAR = 0.9, 0.8  # of a calibrated time, by a choice with the same recomputation or by another: it errs by less
 NEEDED = 0.9  # of calibrated memory
 MAX_SIMULATIONS = 12  # once something fits
+PIPELINE_WEIGHT = 3  # of a simulation of both ends of a pipeline, among these
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -40,6 +41,7 @@ class Work:
     compute_of_step: float
     host_of_step: float
     cpu_of_step: float  # on what is offloaded
+    bubble: float  # time that a pipeline's rank waits for others, as a fraction of the rest
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class PlanRow:
     margined_bytes: int  # the same with `Device.margin`, which must fit
     sent_bytes: int
     seconds: float
-    bound: str  # what limits the speed: "compute", "memory bandwidth" or "traffic"
+    bound: str  # what limits the speed: "compute", "memory bandwidth", "launches", "traffic" or "bubble"
     by: str  # "simulation" or "closed form"
     microbatch_tokens: int  # of the longest samples
     at_peak: dict[str, int] = field(default_factory=dict[str, int])  # by category; empty if by closed form
@@ -153,14 +155,16 @@ def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> Pl
 def _work_of(found: Simulated) -> Work:
     phases = [(found.times[name], phase) for name, phase in found.phases.items()]
     awaited = sum(times * phase.fill * phase.awaited_seconds for times, phase in phases)
-    host = sum(times * phase.host_seconds for times, phase in phases)
+    host, overlapped, idle, copies = (
+        sum(times * getattr(phase, f"{name}_seconds") for times, phase in phases)
+        for name in ("host", "overlapped", "idle", "copy")
+    )
     step = found.phases["step"]
-    copies = sum(times * phase.copy_seconds for times, phase in phases)
-    traffic = max(found.traffic_seconds - awaited, copies)
     launches = step.host_seconds - step.cpu_seconds
+    bubble = idle / (found.seconds - idle)
     return Work(
-        found.compute_seconds, host - step.cpu_seconds, traffic, awaited, step.compute_seconds, launches,
-        step.cpu_seconds,
+        found.compute_seconds, host - step.cpu_seconds, max(overlapped, copies), awaited, step.compute_seconds,
+        launches, step.cpu_seconds, bubble,
     )  # fmt: skip
 
 
@@ -214,9 +218,7 @@ class _Search:
         self._limit_bytes, self._most, self._has_layouts = limit_bytes, most, len(simulators) > 1
         self.rows: dict[_Candidate, PlanRow] = {}
         self.candidates = [
-            _Candidate(each, choice, estimate_cost(choice, each.sizes, each.sample.length_tokens, each.device))
-            for each in simulators
-            for choice in each.grid.choices()
+            _Candidate(each, choice, each.estimate(choice)) for each in simulators for choice in each.grid.choices()
         ]
 
     def simulate(self, candidate: _Candidate) -> None:
@@ -233,7 +235,8 @@ class _Search:
     def next_candidate(self) -> _Candidate | None:
         """Return the candidate that may be the fastest of those that seem to fit; None if the best is known."""
         best = self._best()
-        if len(self.rows) >= self._most and (best is not None or self._has_layouts):
+        spent = sum(PIPELINE_WEIGHT if each.simulator.ends else 1 for each in self.rows)
+        if spent >= self._most and (best is not None or self._has_layouts):
             return None
         is_open = [
             each for each in self.candidates if each not in self.rows and self._least_bytes(each) <= self._limit_bytes
@@ -250,15 +253,15 @@ class _Search:
         known = next((each for each, row in self.rows.items() if row is best and row.fits == YES), None)
         if known is None or not known.choice.may_gather_some:
             return
-        simulator, room_bytes = known.simulator, self._limit_bytes - best.reserved_bytes
+        simulator = known.simulator
+        room_bytes = int((self._limit_bytes - best.margined_bytes) / (1 + simulator.device.margin))
         layer_bytes = simulator.sizes.num_unit * simulator.sizes.compute_bytes
         count = min(simulator.sizes.num_layers, 1 + room_bytes // layer_bytes)
         if count < 1:
             return
         choice = replace(known.choice, sync=f"{GATHER_ONCE}:{count}")
         if (row := run_simulation(simulator, self._limit_bytes, choice)).fits == YES:
-            estimate = estimate_cost(choice, simulator.sizes, simulator.sample.length_tokens, simulator.device)
-            part = _Candidate(simulator, choice, estimate)
+            part = _Candidate(simulator, choice, simulator.estimate(choice))
             self.candidates.append(part)
             self.rows[part] = row
 
@@ -274,7 +277,9 @@ class _Search:
     def _least_bytes(self, candidate: _Candidate) -> int:
         """Return a lower bound of the memory, by the estimate and by simulations that need no more."""
         sizes = candidate.simulator.sizes
+        held = candidate.simulator.num_held
         rows = [row for each, row in self.rows.items() if each.simulator is candidate.simulator]
+        rows = [row for row in rows if held(candidate.choice) >= held(row.choice)]
         bounds = [min_peak_bytes(candidate.choice, row, sizes.head_bytes) for row in rows]
         return max(int(candidate.estimate.peak_bytes * CERTAIN), *bounds, 0)
 
@@ -291,7 +296,8 @@ class _Search:
 
     def _is_faster(self, candidate: _Candidate, near: _Candidate, best: _Candidate) -> bool:
         fitting = [each for each, row in self.rows.items() if row.fits == YES and each.simulator is candidate.simulator]
-        if any(each.choice.takes_no_longer_than(candidate.choice) for each in fitting):
+        is_filled = candidate.simulator.ends  # fewer microbatches leave a pipeline idle for longer
+        if not is_filled and any(each.choice.takes_no_longer_than(candidate.choice) for each in fitting):
             return False
         return self._least_seconds(candidate, near) < self.rows[best].seconds
 
@@ -325,11 +331,14 @@ class _Search:
         compute = (work.compute - work.compute_of_step) * mine.compute_seconds / other.compute_seconds
         microbatches = candidate.choice.num_microbatches / near.choice.num_microbatches
         forwards = (3 + bool(candidate.choice.recompute)) / (3 + bool(near.choice.recompute))  # a backward is two
-        host = (work.host - work.host_of_step) * microbatches * forwards
+        layers = candidate.simulator.num_layers / max(1, near.simulator.num_layers) or 1
+        host = (work.host - work.host_of_step) * microbatches * forwards * layers
         is_alike = near.simulator is candidate.simulator
         traffic = mine.traffic_seconds * (_ratio(work.traffic, other.traffic_seconds) if is_alike else 1)
         awaited = mine.awaited_seconds * (_ratio(work.awaited, other.awaited_seconds) if is_alike else 1)
-        return max(compute + work.compute_of_step, host + work.host_of_step, traffic) + awaited + work.cpu_of_step
+        bubble = mine.bubble * (_ratio(work.bubble, other.bubble) if is_alike else 1)
+        busy = max(compute + work.compute_of_step, host + work.host_of_step, traffic)
+        return busy * (1 + bubble) + awaited + work.cpu_of_step
 
     def _margined_bytes(self, candidate: _Candidate, near: _Candidate) -> int:
         return with_margin(self._needed_bytes(candidate, near), candidate.simulator.device)
@@ -342,8 +351,9 @@ class _Search:
         if (choice.recompute or near.choice.recompute) and choice.micro_batch_size >= near.choice.micro_batch_size:
             return row.reserved_bytes + candidate.estimate.peak_bytes - near.estimate.peak_bytes
         alike = replace(choice, micro_batch_size=near.choice.micro_batch_size)  # grows as the simulated activations do
-        estimate = estimate_cost(alike, simulator.sizes, simulator.sample.length_tokens, simulator.device)
+        estimate = simulator.estimate(alike)
         more = choice.micro_batch_size / near.choice.micro_batch_size - 1
+        more *= simulator.num_held(choice) / simulator.num_held(near.choice)
         grown = more * max(0, row.at_peak.get("activations", 0) - simulator.sizes.head_bytes)
         return int(row.reserved_bytes + estimate.peak_bytes - near.estimate.peak_bytes + grown)
 
@@ -370,8 +380,8 @@ class _Search:
 
 
 def _smallest_first(candidate: _Candidate) -> tuple[Any, ...]:
-    choice, sizes = candidate.choice, candidate.simulator.sizes
-    return sizes.num_cut, choice.micro_batch_size, bool(choice.recompute), candidate.estimate.peak_bytes
+    choice, parallel = candidate.choice, candidate.simulator.config.parallel
+    return parallel.tp * parallel.pp, choice.micro_batch_size, bool(choice.recompute), candidate.estimate.peak_bytes
 
 
 def _ratio(simulated: float, estimated: float) -> float:

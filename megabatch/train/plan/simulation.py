@@ -1,10 +1,15 @@
-"""Simulation: a recipe on many ranks, with its own model, wrapper, loss and optimizer, as fake tensors of rank 0."""
+"""Simulation: a recipe on many ranks, with its own model, wrapper, loss and optimizer, as fake tensors of one rank.
+
+All ranks do the same, but for those of a pipeline: of these, the first and the last are simulated. Ranks between hold
+no more layers than the first and keep fewer microbatches, and they have no embedding and no head.
+"""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -28,6 +33,8 @@ from megabatch.simulate import (
     Simulated,
     compile_layers,
     extend,
+    join_ranks,
+    repeat_microbatches,
     simulate,
 )
 from megabatch.train.callbacks.ema import Average
@@ -43,6 +50,7 @@ from megabatch.train.model.expert_balance import router_coefficient, with_router
 from megabatch.train.model.frozen import check_four_bit_wrapper, four_bit_candidates, four_bit_dtype
 from megabatch.train.model.optimizer import check_in_backward
 from megabatch.train.model.weights import is_several, own_source
+from megabatch.train.parallel.pipeline_stages import Stages, pipeline, stages_of
 from megabatch.train.parallel.tensor_parallel import plain_terms
 from megabatch.train.parallel.wrap import (
     Wrapper,
@@ -53,7 +61,15 @@ from megabatch.train.parallel.wrap import (
     choose_wrapper,
     computing,
 )
-from megabatch.train.plan.estimate import ModelSizes, measure_sizes, planned_optimizer
+from megabatch.train.plan.estimate import (
+    Estimate,
+    ModelSizes,
+    PipelineShare,
+    estimate_cost,
+    estimate_pipeline,
+    measure_sizes,
+    planned_optimizer,
+)
 from megabatch.train.plan.grid import Choice, Grid, build_grid
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.runtime.console import Console
@@ -74,7 +90,7 @@ def build_simulator(
 ) -> "Simulator":
     """Prepare a recipe for simulation. Raises `MegabatchError` for keys that exclude each other or the plan."""
     layout = layout_of(config.parallel, request.world)
-    check_planned(config, request.world)
+    check_planned(config)
     sample = sample or find_longest_sample(config, request.length_tokens, console)
     model = bare_model(config, sample.length_tokens)
     if layout.cp > 1:
@@ -90,22 +106,21 @@ def build_simulator(
     grid = build_grid(config, request.stated_keys, wrapped, dp_degree, sample.length_tokens, sample.updates)
     sizes = measure_sizes(model, config, layout, wrapped, request.world)
     router = router_coefficient(config, model, load_function(config.loss.function, "loss.function"))
+    simulator = Simulator(config, request.device, wrapper, axes, sample, grid, sizes, router)
+    if layout.pp > 1:
+        ends = [find_end(simulator, layout, wrapped, rank) for rank in (0, layout.pp - 1)]
+        return replace(simulator, ends=ends)
     repeats = None if wrapper.name == "ddp" else find_repeats(model)  # whose buckets do not end with layers
-    return Simulator(config, request.device, wrapper, axes, sample, grid, sizes, router, repeats)
+    return replace(simulator, repeats=repeats)
 
 
-def check_planned(config: Config, world: int) -> None:
+def check_planned(config: Config) -> None:
     """Raise for keys that cannot be simulated."""
     check_in_backward(config)
     if config.update.shapes is not None:
         raise MegabatchError(
             f"update.shapes is {config.update.shapes}, and the plan does not count tokens that fill microbatches up; "
             "plan without it: no microbatch is larger"
-        )
-    if (degree := config.parallel.pp) > 1:
-        raise MegabatchError(
-            f"parallel.pp is {degree}, which the plan does not simulate; plan with parallel.pp=1 and "
-            f"--world {world // degree}"
         )
 
 
@@ -138,7 +153,22 @@ def _mesh_axes(layout: Layout, wrapper: Wrapper, world: int) -> dict[str, int] |
     """Return the axes of the mesh that the trainer would make; DDP has one."""
     if world == 1 and wrapper.name == "plain":
         return None
-    return {"dp": world} if wrapper.name == "ddp" else layout.axes(wrapper.name, world)
+    is_one_axis = wrapper.name == "ddp" and layout.pp == 1
+    return {"dp": world} if is_one_axis else layout.axes(wrapper.name, world)
+
+
+@dataclass(frozen=True)
+class PipelineEnd:
+    """The first or the last rank of a pipeline."""
+
+    rank: int  # along pp
+    sizes: ModelSizes
+    repeats: "Repeats | None"  # of the layers of its stage
+
+    @property
+    def share(self) -> PipelineShare:
+        """Return the place of the rank."""
+        return cast(PipelineShare, self.sizes.pipeline)
 
 
 @dataclass(frozen=True)
@@ -154,6 +184,7 @@ class Simulator:
     sizes: ModelSizes
     router: float | None = None  # coefficient of the router loss
     repeats: "Repeats | None" = None  # of a deep model, of which two shallow ones are simulated
+    ends: Sequence[PipelineEnd] = ()  # of a pipeline: the first rank and the last; ``sizes`` are of the whole model
     divide: Callable[..., object] = divide  # over the mesh; published runs have ways of their own
 
     @property
@@ -169,27 +200,79 @@ class Simulator:
         return self.config.optim.function in QUANTIZED_OPTIMIZERS
 
     def simulate(self, choice: Choice) -> Simulated:
-        """Simulate an update of rank 0. Raises `MegabatchError` for what fake tensors cannot do."""
-        if self.repeats is not None and not choice.gathers_some:  # a part is of all layers
-            num_first, period, num_blocks = self.repeats
-            shallow, deeper = (self._simulate(choice, num_layers) for num_layers in (num_first, num_first + period))
+        """Simulate an update. Raises `MegabatchError` for what fake tensors cannot do."""
+        if not self.ends:
+            return self._simulate(choice, self.repeats)
+        first, last = (self._simulate_end(choice, end) for end in self.ends)
+        share = self.ends[0].share
+        return join_ranks(first, last, share.schedule, share.num_ranks, share.per_rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the run."""
+        return prod((self.axes or {}).values())
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that a rank computes."""
+        return self.ends[0].sizes.num_layers if self.ends else self.sizes.num_layers
+
+    def num_held(self, choice: Choice) -> float:
+        """Return the microbatches whose activations a rank holds at once."""
+        return self.ends[0].share.num_held(choice.num_microbatches) if self.ends else 1.0
+
+    def estimate(self, choice: Choice) -> Estimate:
+        """Return the cost of a choice in closed form."""
+        if self.ends:
+            sizes = [end.sizes for end in self.ends]
+            return estimate_pipeline(choice, sizes, self.sample.length_tokens, self.device)
+        return estimate_cost(choice, self.sizes, self.sample.length_tokens, self.device)
+
+    def _simulate_end(self, choice: Choice, end: PipelineEnd) -> Simulated:
+        """Simulate a rank of a pipeline, by a few of its microbatches where they tell of the others."""
+        few = end.share.num_telling
+        if few is not None and few < choice.num_microbatches:
+            found = self._simulate(replace(choice, num_microbatches=few), end.repeats, end)
+            if (found := repeat_microbatches(found, choice.num_microbatches)) is not None:
+                return found
+        return self._simulate(choice, end.repeats, end)
+
+    def _simulate(self, choice: Choice, repeats: "Repeats | None", end: PipelineEnd | None = None) -> Simulated:
+        """Simulate a rank: rank 0, or one at an end of a pipeline."""
+        if repeats is not None and not choice.gathers_some:  # a part is of all layers
+            num_first, period, num_blocks = repeats
+            shallow, deeper = (self._simulate_layers(choice, end, each) for each in (num_first, num_first + period))
             if (found := extend(shallow, deeper, num_blocks)) is not None:
                 return found.filled(choice.fill)
-        return self._simulate(choice).filled(choice.fill)
+        return self._simulate_layers(choice, end).filled(choice.fill)
 
-    def _simulate(self, choice: Choice, num_layers: int | None = None) -> Simulated:
-        """Simulate the first layers of the model; None: all of them."""
+    def _simulate_layers(self, choice: Choice, end: PipelineEnd | None, num_layers: int | None = None) -> Simulated:
+        """Simulate the first layers of the model, or of a stage; None: all of them."""
         config = _with_choice(self.config, choice, self.device)
         averages: list[Average] = []  # alive during the update
+        num_ranks = self.num_ranks
+        rank = 0 if end is None else end.rank * num_ranks // config.parallel.pp
+        stages: list[Stages] = []
+
+        def make_model(mesh: DeviceMesh | None) -> nn.Module:
+            if end is None:
+                return self._build_model(config, num_layers, mesh)
+            stages.append(
+                self._build_stages(
+                    config, num_layers, Ranks(rank, num_ranks, CPU, layout_of(config.parallel, num_ranks))
+                )
+            )
+            return self._build_pipeline(config, stages[0], cast(DeviceMesh, mesh))
 
         def make_optimizer(model: nn.Module) -> Optimizer:
+            base = stages[0].model if stages else model  # whose parameters have the names of the whole model
             if config.optim.ema_decay is not None:
-                averages.append(Average(model, config.optim.ema_decay))
-            return _build_optimizer(config.optim, model)
+                averages.append(Average(base, config.optim.ema_decay))
+            return _build_optimizer(config.optim, base)
 
         with use_recipe_keys():
             return simulate(
-                partial(self._build_model, config, num_layers),
+                make_model,
                 make_optimizer,
                 self._microbatch_maker(choice.micro_batch_size),
                 self._loss_fn(config),
@@ -201,6 +284,7 @@ class Simulator:
                 step_in_backward=config.optim.in_backward,
                 device=self.device,
                 around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
+                rank=rank,
             )
 
     def _microbatch_maker(self, num_samples: int) -> Callable[[], Any]:
@@ -228,6 +312,28 @@ class Simulator:
         unused = config.model.function is not None
         return Replica(model, find_unused_parameters=unused) if self.wrapper.name == "ddp" else model
 
+    def _build_stages(self, config: Config, num_layers: int | None, ranks: Ranks) -> Stages:
+        """Build the stages of a rank as the trainer does, without memory; or the first layers of its only stage."""
+        model = bare_model(config)
+        prepare(model, config.model)
+        stages = self.cut(model, config, ranks)
+        if num_layers is not None:
+            layers = stages.model.get_submodule(_stack_of(stages.model))  # under their numbers in the whole model
+            for name in [name for name, _ in layers.named_children()][num_layers:]:
+                delattr(layers, name)
+        return stages
+
+    def cut(self, model: nn.Module, config: Config, ranks: Ranks) -> Stages:
+        """Cut a model into the stages of a rank. Raises `MegabatchError` if they could not run."""
+        stages = stages_of(model, config, self.wrapper, ranks, lambda: cast(PreTrainedModel, bare_model(config)))
+        return cast(Stages, stages)
+
+    def _build_pipeline(self, config: Config, stages: Stages, mesh: DeviceMesh) -> nn.Module:
+        """Wrap the stages of a rank."""
+        if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
+            self.divide(stages.model, config, self.wrapper, mesh, stages)
+        return pipeline(stages, config, self.wrapper, mesh, Replica)
+
     def _loss_fn(self, config: Config) -> LossFunction:
         loss_fn = load_function(config.loss.function, "loss.function")
         if isinstance(loss_fn, JointLoss):
@@ -241,6 +347,25 @@ class Simulator:
                 return loss_fn(model, microbatch)
 
         return in_place_of(loss_fn, in_precision)
+
+
+def find_end(simulator: Simulator, layout: Layout, wrapped: str, rank: int) -> PipelineEnd:
+    """Return a rank along pp. Raises `MegabatchError` for a model that cannot be cut into stages."""
+    config, num_ranks = simulator.config, simulator.num_ranks
+    model = bare_model(config)
+    choose_trained(model, config.model)
+    embedding = cast(PreTrainedModel, model).get_input_embeddings()
+    stages = simulator.cut(model, config, Ranks(rank * num_ranks // layout.pp, num_ranks, CPU, layout))
+    sizes = measure_sizes(stages.model, config, layout, wrapped, num_ranks)
+    num_embedded = 0 if rank else sum(each.numel() for each in embedding.parameters())
+    share = PipelineShare(config.parallel.schedule, layout.pp, rank, len(stages.parts), num_embedded)
+    if not any(part.is_last for part in stages.parts):
+        sizes = replace(sizes, num_vocabulary=0)
+    if rank:
+        sizes = replace(sizes, num_kept=sizes.num_layers)  # what comes from another stage carries a gradient
+    has_one = len(stages.parts) == 1  # stages of a rank may differ by a layer
+    repeats = find_repeats(stages.model) if has_one and simulator.wrapper.name != "ddp" else None
+    return PipelineEnd(rank, replace(sizes, pipeline=share), repeats)
 
 
 class AttentionCost(context_parallel.GatheredAttention):

@@ -20,6 +20,7 @@ from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
 from megabatch.train.config.contradictions import problems
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.architecture import quiet
+from megabatch.train.parallel.pipeline_stages import stages_text
 from megabatch.train.plan.layouts import build_layouts, layout_text
 from megabatch.train.plan.request import PlanRequest, read_request
 from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices, sort_rows
@@ -98,6 +99,10 @@ def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
         f"an update of {sizes.largest} samples{largest}{per_rank}, {_lengths_text(simulator)}\n"
     )
     stated = config.update.micro_batch_size
+    if simulator.ends and not others:
+        text += (
+            f"{stages_text(config.parallel)}; memory is that of the first rank or of the last, whichever needs more\n"
+        )
     if stated is not None and stated > samples_per_rank and not others:
         text += f"update.micro_batch_size {stated} is lowered: a rank has no more samples of an update\n"
     return text

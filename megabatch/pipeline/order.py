@@ -1,0 +1,160 @@
+"""The order in which the ranks of a pipeline run the parts of a call, and how long they take together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from megabatch.pipeline.stages import SCHEDULES
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"  # as torch writes them
+
+
+class Action(NamedTuple):
+    """A part of a call: one microbatch through one stage, in one direction."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+def orders_of(schedule: str, num_ranks: int, per_rank: int, num_microbatches: int) -> list[list[Action]]:
+    """Return the actions of every rank along "pp", in order.
+
+    Args:
+        schedule: A name in `SCHEDULES`.
+        num_ranks: Ranks along "pp".
+        per_rank: Stages of each.
+        num_microbatches: As many as the schedule runs: see `Pipeline.filled`.
+    """
+    if SCHEDULES[schedule].per_rank == 1:
+        # What torch prints as the order of 1F1B numbers the last rank's microbatches from 1.
+        early = num_microbatches if schedule == "GPipe" else num_ranks
+        return [list(order_of_stage(rank, early - rank * (schedule != "GPipe"), num_microbatches))
+                for rank in range(num_ranks)]  # fmt: skip
+    kind, num_stages = SCHEDULES[schedule], num_ranks * per_rank
+    stages = [
+        SimpleNamespace(
+            stage_index=index, num_stages=num_stages, group_size=num_ranks, group_rank=0, submod=nn.Identity()
+        )
+        for index in kind.indices(0, num_ranks, per_rank)
+    ]  # what torch reads of stages to order their actions
+    orders: dict[int, list[Any]] = kind.make(stages, num_microbatches).pipeline_order
+    return [[action for each in orders[rank] for action in _read(each)] for rank in range(num_ranks)]
+
+
+def order_of_stage(stage: int, num_early: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield the actions of a rank with one stage: some forwards, then backwards and forwards in turn."""
+    num_early = min(num_early, num_microbatches)
+    yield from (Action(FORWARD, stage, index) for index in range(num_early))
+    for index in range(num_microbatches):
+        yield Action(BACKWARD, stage, index)
+        if index + num_early < num_microbatches:
+            yield Action(FORWARD, stage, index + num_early)
+
+
+def _read(action: Any) -> list[Action]:
+    """Return an action of torch's, or those that it runs together; none for a bubble."""
+    if action is None:
+        return []
+    if action.sub_actions:
+        return [each for part in action.sub_actions for each in _read(part)]
+    return [Action(action.computation_type.value, action.stage_index, action.microbatch_index)]
+
+
+find_orders = cache(orders_of)
+
+
+@cache
+def count_held(schedule: str, num_ranks: int, per_rank: int, rank: int, num_microbatches: int) -> float:
+    """Return the most microbatches whose activations a rank along "pp" holds for all its layers, at least.
+
+    Arguments as for `orders_of`.
+    """
+    alive = most = 0
+    for action in find_orders(schedule, num_ranks, per_rank, num_microbatches)[rank]:
+        alive += {FORWARD: 1, WEIGHT_GRADIENT: 0}.get(action.kind, -1)
+        most = max(most, alive)
+    return most / per_rank
+
+
+@cache
+def estimate_bubble(
+    schedule: str, num_ranks: int, per_rank: int, num_microbatches: int, *, recomputes: bool = False,
+    message: float = 0.0,
+) -> float:  # fmt: skip
+    """Return the time that ranks wait for each other, by the time that they compute, if all stages are alike.
+
+    Args:
+        schedule: As for `orders_of`.
+        num_ranks: As for `orders_of`.
+        per_rank: As for `orders_of`.
+        num_microbatches: As for `orders_of`.
+        recomputes: Make the forward again in the backward.
+        message: Time of a message, by that of a microbatch in all stages of a rank.
+    """
+    total = 3 + recomputes  # forwards: a backward takes as long as two
+    parts = {FORWARD: 1, BACKWARD: total - 1, INPUT_GRADIENT: total - 2, WEIGHT_GRADIENT: 1}
+    ends = finish_seconds(
+        find_orders(schedule, num_ranks, per_rank, num_microbatches),
+        lambda _, action: parts[action.kind] / total / per_rank,
+        lambda _, receiver: message,
+    )
+    return max(ends) / num_microbatches - 1
+
+
+def finish_seconds(
+    orders: Sequence[Sequence[Action]],
+    seconds_of: Callable[[int, Action], float],
+    message_seconds: Callable[[int, int], float],
+) -> list[float]:
+    """Return when each rank is through with its actions, in seconds after the first one starts.
+
+    Args:
+        orders: As `orders_of` returns them.
+        seconds_of: Time of an action of a rank.
+        message_seconds: Time of a message from rank to rank, of an activation or its gradient.
+    """
+    num_stages = 1 + max(action.stage for order in orders for action in order)
+    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    done: dict[Action, float] = {}
+    ends, positions = [0.0] * len(orders), [0] * len(orders)
+
+    def ready(rank: int, action: Action) -> float | None:
+        """Return when the input of an action is there; None if what makes it has not run."""
+        found = 0.0
+        for each in _needed(action, num_stages):
+            made = next((done[one] for one in each if one in done), None)
+            if made is None:
+                return None
+            other = rank_of[each[0].stage]
+            found = max(found, made + (message_seconds(other, rank) if other != rank else 0.0))
+        return found
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while positions[rank] < len(order):
+                action = order[positions[rank]]
+                if (start := ready(rank, action)) is None:
+                    break
+                ends[rank] = done[action] = max(start, ends[rank]) + seconds_of(rank, action)
+                positions[rank] += 1
+                moved = True
+    assert positions == [len(order) for order in orders], "a rank waits for an action that never runs"
+    return ends
+
+
+def _needed(action: Action, num_stages: int) -> list[list[Action]]:
+    """Return what an action needs: for each input, the actions one of which makes it."""
+    kind, stage, index = action
+    if kind == FORWARD:
+        return [[Action(FORWARD, stage - 1, index)]] if stage else []
+    if kind == WEIGHT_GRADIENT:
+        return []
+    if stage == num_stages - 1:
+        return [[Action(FORWARD, stage, index)]]
+    return [[Action(made, stage + 1, index) for made in (BACKWARD, INPUT_GRADIENT)]]
