@@ -822,7 +822,7 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (["--world", "2", "--parallel.pp=2"], "model.config.num_hidden_layers is 1 and 1F1B over 2 ranks has 2 stages"),
         (
             ["--world", "2", "--parallel.pp=2", "--model.config.num_hidden_layers=2", "--update.sync=every"],
-            "sync is 'every', but a pipeline reduces once per call",
+            "update.sync is 'every', but a pipeline reduces once per call",
         ),
         (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
         (["--optim.name=LBFGS"], "optim.name is 'LBFGS', which cannot be used"),
