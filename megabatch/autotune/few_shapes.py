@@ -20,7 +20,7 @@ from megabatch.autotune.measure import MeasuredModel
 from megabatch.autotune.shapes_planner import ShapesPlanner
 from megabatch.autotune.tuner import restoring
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import BY_LENGTH, EXPERTS, Padding, is_causal, with_config
+from megabatch.batching.padding import EXPERTS, Padding, find_mixing_causes, is_causal, with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch, to_dense_tensor
 from megabatch.engine import random_state
 from megabatch.engine.call import MicrobatchPlanner, first_failure
@@ -255,11 +255,10 @@ def _problem_of_model(model: nn.Module) -> str | None:
     text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
     if getattr(config, "attention_type", None) == "block_sparse":
         return "block-sparse attention, which is another one for a few tokens"
+    if (cause := next(find_mixing_causes(inner), None)) is not None:
+        return cause[0]
     if any(getattr(each, name, None) for each in (config, text) for name in EXPERTS):
         return "experts, which tokens that fill up would load"
-    if any(name in str(value) for each in (config, text) for key, value in vars(each).items()
-           if key.startswith("rope_") for name in BY_LENGTH):  # fmt: skip
-        return "rotary positions that go by the longest row of a microbatch (rope_type dynamic or longrope)"
     for module in inner.modules():
         if isinstance(module, STATISTICS):
             return f"{type(module).__name__}, whose statistics tokens that fill up would enter"

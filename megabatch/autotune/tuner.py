@@ -66,6 +66,7 @@ class MicrobatchTuner:
         self.wrapper, self._memory_bytes = wrapper, memory_bytes
         self._subject = MeasuredModel(model, wrapper, wide)
         self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and its longest measured sample
+        self._num_settled = 0  # samples of a call for which the limit has stayed
         if memory_bytes is not None:
             require_positive("memory_bytes", memory_bytes)
         self._check_auto()
@@ -107,7 +108,7 @@ class MicrobatchTuner:
     def is_outgrown(
         self, planner: MicrobatchPlanner, batch: Batch, prepared: PreparedBatch | None, opened: OpenUpdate | None
     ) -> bool:
-        """Return true if this rank's samples may need another limit, which `fitted` then decides on all ranks.
+        """Return True if this rank's samples may need another limit, which `fitted` then decides on all ranks.
 
         ``prepared`` are the samples, or None where they could not be prepared by the limit of now.
         """
@@ -120,7 +121,8 @@ class MicrobatchTuner:
             return False
         longest, rows = max(lengths, default=-1), len(lengths)
         is_new = self._measured is None and longest == fit.longest_tokens  # of a limit that was chosen elsewhere
-        return is_new or longest > fit.longest_tokens or fit.is_outgrown(rows, rows * longest)
+        is_larger = rows > self._num_settled and fit.is_outgrown(rows, rows * longest)
+        return is_new or longest > fit.longest_tokens or is_larger
 
     def fitted(
         self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None
@@ -141,7 +143,7 @@ class MicrobatchTuner:
             return planner
         with self.measuring_copies(planner, longest, loss_fn, opened) as measurer:
             fit = self._tune(measurer, longest, _most_rows(planner, longest))
-        self._measured = weak_reference(loss_fn), longest.sample
+        self._measured, self._num_settled = (weak_reference(loss_fn), longest.sample), 0
         return replace(planner, fit=fit)
 
     @contextlib.contextmanager
@@ -183,6 +185,7 @@ class MicrobatchTuner:
             if planner.fit is not None and max(knows) < 0 and max(lengths) == planner.fit.longest_tokens:
                 # The limit was chosen elsewhere, so this sample counts as measured.
                 self._measured = weak_reference(loss_fn), self._pick_samples(samples, int(max(lengths)))[0]
+            self._num_settled = max(self._num_settled, len(samples))
             return None
         longest, usual = self._pick_samples(samples, int(max(lengths)))
         if known is not None and min(knows) > 0 and known.num_tokens > longest.num_tokens:

@@ -123,12 +123,19 @@ class Padding:
             made[name] = stack_padded(name, values, fill, length)
         main = next((name for name in self._main_inputs if name in made), None)
         if self._mixing and ragged:
-            inputs = {name: value for name, value in made.items() if name == main or name.endswith(IDS)}
+            inputs = {name: value for name, value in made.items() if name == main or self._is_read(name, main)}
             self._refuse_padding({name: value for name, value in inputs.items() if name in ragged})
         if main is not None and self.takes_mask and (main in ragged or not self._is_causal):
             self._add_mask(made, main, columns[main])
         self.check(made)
         return made
+
+    def _is_read(self, name: str, main: str | None) -> bool:
+        """Return True for tokens, and for the labels of which a text model makes the inputs of its decoder."""
+        makes_inputs = name == "labels" and main == IDS
+        return name.endswith(IDS) or (
+            makes_inputs and any(getattr(each.config, "is_encoder_decoder", False) for each in self._models)
+        )
 
     def _refuse_padding(self, padded: Mapping[str, Tensor]) -> None:
         """Raise `PlanError` where a model mixes the padding of an input into tokens."""
@@ -405,9 +412,13 @@ def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield why a model of transformers mixes padding into tokens, and the most tokens of a row where it does not."""
     configs: dict[int, Any] = {}
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
+        # FSDP2 makes a subclass of the class. Modules of your own may have anything by these names.
+        kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")]
+        if not kinds:
+            continue
+        name, config = kinds[0].__name__, getattr(module, "config", None)
         configs[id(config)] = config  # of parts too, as the encoder of a pair
-        if (name := type(module).__name__) in MIXES_PADDING:
+        if name in MIXES_PADDING:
             yield f"{name} {MIXES_PADDING[name]}", 0
         if name.endswith("GroupNormConvLayer"):  # of Wav2Vec2 and those that follow it
             yield f"{name} normalizes over all frames of the padded row (feat_extract_norm)", 0
@@ -418,16 +429,16 @@ def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
                 f"{name} chooses blocks by the padded length (attention_type=original_full does not)",
                 (5 + 2 * config.num_random_blocks) * config.block_size,  # shorter rows have full attention
             )
-    for config in configs.values():  # other models may have anything by these names
+    for config in filter(None, configs.values()):
         kind = getattr(config, "model_type", None)
-        if isinstance(kind, str) and kind in MIXES_PADDING:
+        if kind in MIXES_PADDING:
             yield f"{kind} {MIXES_PADDING[kind]}", 0
-        rope: Any = getattr(config, "rope_parameters", None)
-        for each in (rope, *rope.values()) if isinstance(rope, dict) else ():  # of one kind of layers, or of each
+        rope: Any = getattr(config, "rope_parameters", None) or {}
+        for each in (rope, *rope.values()):  # of one kind of layers, or of each
             if isinstance(each, dict) and each.get("rope_type") in BY_LENGTH:
                 yield (
                     f"{kind} has rotary positions that go by the longest row (rope_type {each['rope_type']})",
-                    each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0),
+                    each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 1),
                 )
 
 

@@ -20,6 +20,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
+@cache
 def orders_of(schedule: str, num_ranks: int, per_rank: int, num_microbatches: int) -> list[list[Action]]:
     """Return the actions of every rank along "pp", in order.
 
@@ -64,9 +65,6 @@ def _read(action: Any) -> list[Action]:
     return [Action(action.computation_type.value, action.stage_index, action.microbatch_index)]
 
 
-find_orders = cache(orders_of)
-
-
 @cache
 def count_held(schedule: str, num_ranks: int, per_rank: int, rank: int, num_microbatches: int) -> float:
     """Return the most microbatches whose activations a rank along "pp" holds for all its layers, at least.
@@ -74,7 +72,7 @@ def count_held(schedule: str, num_ranks: int, per_rank: int, rank: int, num_micr
     Arguments as for `orders_of`.
     """
     alive = most = 0
-    for action in find_orders(schedule, num_ranks, per_rank, num_microbatches)[rank]:
+    for action in orders_of(schedule, num_ranks, per_rank, num_microbatches)[rank]:
         alive += {FORWARD: 1, WEIGHT_GRADIENT: 0}.get(action.kind, -1)
         most = max(most, alive)
     return most / per_rank
@@ -98,7 +96,7 @@ def estimate_bubble(
     total = 3 + recomputes  # forwards: a backward takes as long as two
     parts = {FORWARD: 1, BACKWARD: total - 1, INPUT_GRADIENT: total - 2, WEIGHT_GRADIENT: 1}
     ends = finish_seconds(
-        find_orders(schedule, num_ranks, per_rank, num_microbatches),
+        orders_of(schedule, num_ranks, per_rank, num_microbatches),
         lambda _, action: parts[action.kind] / total / per_rank,
         lambda _, receiver: message,
     )

@@ -61,10 +61,10 @@ class SchedulePlanner(MicrobatchPlanner):
 
     def plan(self, samples: Samples) -> Plan:
         """Return the plan by which samples are split into microbatches."""
-        lengths, own = samples.lengths, self._tell(samples.lengths)
+        lengths = samples.lengths
         check_lengths(lengths, self.max_microbatch_tokens)
         assert self.pipeline is not None
-        steps = choose_steps(self.told or (own,), self.pipeline.filled, self.pipeline.bubble)
+        steps = choose_steps(self.told or (self._tell(lengths),), self.pipeline.filled, self.pipeline.bubble)
         sync, reason = self.choice
         plan = Plan(
             deal_into_steps(lengths, steps),
@@ -80,7 +80,8 @@ class SchedulePlanner(MicrobatchPlanner):
         """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
         fitted = super().fitted(plan, samples)
         assert self.pipeline is not None
-        if any(number < 1 or self.pipeline.filled(number) != number for number in plan.steps):
+        is_short = bool(plan.steps) and sum(plan.steps) < len(fitted.microbatches)
+        if is_short or any(number < 1 or self.pipeline.filled(number) != number for number in plan.steps):
             raise PlanError(
                 f"plan has schedule steps of {plan.steps} microbatches, which this schedule cannot run; give a plan of "
                 "this accumulator"

@@ -99,7 +99,7 @@ class Phase:
         if self.idle_seconds > self.seconds - self.idle_seconds:
             return "bubble"
         computing = self.fill * self.compute_seconds
-        traffic_seconds = self.traffic_seconds - (1 - self.fill) * self.awaited_seconds
+        traffic_seconds = self.overlapped_seconds + self.fill * self.awaited_seconds
         if self.copy_seconds > max(computing, self.host_seconds, traffic_seconds):
             return "PCIe"
         if traffic_seconds > max(computing, self.host_seconds):

@@ -7,8 +7,8 @@ that of the whole model. Arithmetic and traffic are sums over layers and grow by
 
 Steps that do not repeat so are not extended: `extend` returns None, and the whole model is to be simulated.
 
-A rank of a pipeline runs all microbatches of a call in one schedule. `repeat_microbatches` writes down those of more of
-them.
+A rank of a pipeline runs all microbatches of a call in one schedule step. `repeat_microbatches` writes down those of
+more of them.
 """
 
 from collections import Counter

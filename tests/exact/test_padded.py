@@ -1,7 +1,11 @@
 """Every family of transformers beside padding: a microbatch of unequal samples is exact, or it is refused."""
 
 import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
 
+from megabatch import PlanError
+from megabatch.batching.padding import Padding, find_mixing_causes
 from tests.exact import padded
 from tests.tiers import full_unless
 
@@ -50,3 +54,19 @@ def test_each_case_is_one_of_transformers() -> None:
 )  # fmt: skip
 def test_a_config_may_decide(expected: str, case: str, config: dict[str, object]) -> None:
     assert padded.outcome(case, **config) == expected
+
+
+def test_a_class_that_a_wrapper_has_renamed_is_refused(group_of_one: None) -> None:
+    model = padded.make("SequenceClassification t5gemma")
+    (cause,) = [cause for cause, _ in find_mixing_causes(model)]
+    fully_shard(model)
+    assert type(model).__name__ == "FSDPT5GemmaForSequenceClassification"
+    assert [cause for cause, _ in find_mixing_causes(model)] == [cause]
+
+
+def test_labels_of_unequal_lengths_are_refused_where_they_become_inputs() -> None:
+    ids = torch.ones(5, dtype=torch.long)
+    samples = [{"input_ids": ids, "labels": torch.ones(length, dtype=torch.long)} for length in (3, 4)]
+    with pytest.raises(PlanError, match="have labels of unequal lengths, and prophetnet takes"):
+        Padding([padded.make("Seq2SeqLM prophetnet")])(samples)
+    assert Padding([padded.make("Seq2SeqLM t5")])(samples)["labels"].shape == (2, 4)

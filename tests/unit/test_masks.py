@@ -171,7 +171,7 @@ class Configured(nn.Module):
 
     def __init__(self, config: object) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.summary_type, self.attention_type = config, "mean", "block_sparse"
         self.embedding = nn.Embedding(11, 1)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -185,8 +185,9 @@ class Configured(nn.Module):
         torch.ones(2),
         SimpleNamespace(model_type=["own"], rope_parameters=[1.0, 2.0]),
         SimpleNamespace(rope_parameters=SimpleNamespace(theta=1.0)),
+        SimpleNamespace(model_type="fnet", attention_type="block_sparse"),
     ],
-    ids=["dict", "tensor", "lists", "object"],
+    ids=["dict", "tensor", "lists", "object", "names of transformers"],
 )
 def test_a_config_that_is_not_of_transformers_says_nothing_of_padding(config: object) -> None:
     """Samples of unequal lengths are padded."""

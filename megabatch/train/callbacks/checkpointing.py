@@ -111,7 +111,7 @@ def restore(context: RunContext, checkpoint: Path) -> None:
     meta = read_meta(checkpoint)
     check_same_run(checkpoint, meta, dict(context.identity))
     for name, part in context.positions.items():
-        if name in meta:  # or the key is new that it belongs to
+        if name in meta:  # a checkpoint from before its key was set has none
             part.load_state_dict(meta[name])
     load(checkpoint, context.saved)
     if meta.get(LEARNED) is not None:

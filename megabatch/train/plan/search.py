@@ -56,7 +56,7 @@ class PlanRow:
     margined_bytes: int  # the same with `Device.margin`, which must fit
     sent_bytes: int
     seconds: float
-    bound: str  # what limits the speed: "compute", "memory bandwidth", "launches", "traffic" or "bubble"
+    bound: str  # the limit of the speed, as `Phase.bound` has it
     by: str  # "simulation" or "closed form"
     microbatch_tokens: int  # of the longest samples
     at_peak: dict[str, int] = field(default_factory=dict[str, int])  # by category; empty if by closed form
@@ -296,8 +296,8 @@ class _Search:
 
     def _is_faster(self, candidate: _Candidate, near: _Candidate, best: _Candidate) -> bool:
         fitting = [each for each, row in self.rows.items() if row.fits == YES and each.simulator is candidate.simulator]
-        is_filled = candidate.simulator.ends  # fewer microbatches leave a pipeline idle for longer
-        if not is_filled and any(each.choice.takes_no_longer_than(candidate.choice) for each in fitting):
+        is_pipeline = bool(candidate.simulator.ends)  # which fewer microbatches leave idle for longer
+        if not is_pipeline and any(each.choice.takes_no_longer_than(candidate.choice) for each in fitting):
             return False
         return self._least_seconds(candidate, near) < self.rows[best].seconds
 

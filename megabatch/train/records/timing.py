@@ -39,7 +39,7 @@ SLOW = 1.3  # times the mean of the ranks, and times what their samples explain
 MOST_LINES = 8  # of ranks that are found at once
 
 LOOKED_AT = 5  # updates of a start whose reading is timed
-MUCH_READING, LEAST_READING = 0.05, 0.01  # share of their time, and seconds of each, that is spoken of
+MUCH_READING, LEAST_READING = 0.05, 0.01  # share of their time, and seconds of each, above which a run warns
 
 NUM_OPERATIONS = 30  # in a profiler's table, the longest first
 
