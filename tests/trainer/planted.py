@@ -102,7 +102,7 @@ EXTRA_BUGS = (
     Bug("remember an evaluation out of turn",
         {"if step == 0 or (self._every is not None and step % self._every == 0):\n            self._state":
              "if True:\n            self._state"}, unit("watch", "the_last_evaluation_of_a_run_can_be_the_best_of_it")),
-    Bug("draw from the run's random numbers", {"torch.no_grad(), torch.random.fork_rng(devices)": "torch.no_grad()"},
+    Bug("draw from the run's random numbers", {"stack.enter_context(torch.random.fork_rng(devices))": "pass"},
         unit("evaluation", "two_evaluations_draw_the_same_and_leave_the_random_numbers_alone")),
     # Checkpoints
     Bug("keep one checkpoint more",
