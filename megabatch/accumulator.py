@@ -496,6 +496,7 @@ class GradientAccumulator:
                 )
             if wrapper.is_pipeline:
                 raise PlanError(f"{name}() cannot run a pipeline; use megabatch.pipeline.evaluate")
+            wrapper.reshard()  # as in `_open_call`
             prepared = planner.prepare(batch, hooks, plan)
         except Exception as error:  # the user's collate may raise anything; the other ranks must know
             failure = error
@@ -540,10 +541,11 @@ class GradientAccumulator:
             LossContractError: A loss that breaks its contract.
             MegabatchError: A call inside another one, or an update that was lost or changed by other code.
         """
-        is_open = self._planner.fit is None or isinstance(loss_fn, JointLoss)  # a limit that is "auto"
+        chooses_shapes = self._shapes is not None and not self._shapes.is_settled  # by the limit
+        is_open = self._planner.fit is None or isinstance(loss_fn, JointLoss) or chooses_shapes
         if self._tuner is not None and is_open and not (self._running or self._is_lost or self._loop):
             self.tune(batch, loss_fn)
-        if self._shapes is not None and not (self._shapes.is_settled or self._running or self._is_lost or self._loop):
+        if chooses_shapes and not (self._running or self._is_lost or self._loop):
             self._choose_shapes(batch, loss_fn)
         sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan, tunes=True) as call:

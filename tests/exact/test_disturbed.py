@@ -1,6 +1,7 @@
 """An error in an update is raised on every rank, and nothing of it is left in the next."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,9 @@ def _stepped_after_a_forward(sync: str) -> dict[str, Any]:
         num_differing += sum(not torch.equal(found, expected) for found, expected in pairs)
         own.step()
         whole.step()
+        evaluated = gradient.evaluate({"input_ids": ids}, lambda model, batch: (model(batch["input_ids"]).sum(), 1))
+        num_differing += not math.isclose(evaluated["loss"].item(), reference(ids).sum().item() / 2, rel_tol=1e-9)
+        model.reshard()  # else the next call finds what this evaluation has gathered
     return {"gradient": float(num_differing)}
 
 
