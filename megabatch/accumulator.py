@@ -783,7 +783,7 @@ class GradientAccumulator:
         wrapper, ownership, order = self._wrapper, self._ownership, self._wrapper.collective_order
         planner, prepared, failure = self._planner, None, None
         if wrapper.is_pipeline:
-            planner = cast(Any, planner).told_by_all(batch)
+            planner = cast(Any, planner).with_lengths_of_all(batch)
         tried = ownership.tried.get(loss_fn)  # None for a new loss
         if wrapper.forwards_meet:
             wrapper.reshard()  # a forward of the user's leaves weights gathered, of before the optimizer's step perhaps
@@ -822,9 +822,9 @@ class GradientAccumulator:
             return
         assert prepared is not None  # else its failure was raised
         if wrapper.is_pipeline:
-            from megabatch.pipeline.run import fill_up_schedule
+            from megabatch.pipeline.run import pad_to_schedule
 
-            prepared, agreement = fill_up_schedule(wrapper, prepared, agreement)
+            prepared, agreement = pad_to_schedule(wrapper, prepared, agreement)
         if self._same_bits:
             cast(Any, self._planner).check_call(wrapper, prepared.plan)
         # A later call may leave this rank without samples: it then repeats one of these, with weight 0.

@@ -10,7 +10,7 @@ of ``labels``: entry t is the target of position t. Totals and weights must be s
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -63,23 +63,50 @@ def stretch(microbatch: Microbatch, index: int, degree: int) -> Stretch:
     A position that restarts within a row begins another document, and documents do not attend to each other. Raises
     `PlanError` for a microbatch that cannot be split.
     """
-    whole = _shifted(_checked(microbatch))
+    return stretch_alike([microbatch], index, degree)[0]
+
+
+def stretch_alike(microbatches: Sequence[Microbatch], index: int, degree: int) -> list[Stretch]:
+    """Return the parts of whole microbatches as `stretch` does, all of one length and with masks of one type.
+
+    A schedule step of a pipeline runs microbatches of one shape, and padding a part would move the border between its
+    two pieces. The sequences are therefore padded before they are split.
+    """
+    wholes: list[dict[str, Any]] = []
+    documents: list[Tensor] = []  # [B, T] of each
+    for microbatch in microbatches:
+        whole = _shifted(_checked(microbatch))
+        ids = cast(Tensor, whole["input_ids"])  # [B, T]
+        if "position_ids" not in whole:
+            whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        documents.append(_documents(whole["position_ids"], whole.pop("attention_mask", None)))
+        wholes.append(whole)
+    plain = all(map(_order_says_all, documents, wholes))
+    piece_tokens = max(1, -(-max(each.shape[1] for each in documents) // (2 * degree)))
+    return [
+        _stretch_to(piece_tokens * 2 * degree, whole, None if plain else each, index, degree)
+        for whole, each in zip(wholes, documents, strict=True)
+    ]
+
+
+def _stretch_to(
+    num_tokens: int, whole: Mapping[str, Any], documents: Tensor | None, index: int, degree: int
+) -> Stretch:
+    """Pad a microbatch to ``num_tokens`` and return its part. Without ``documents`` causal order alone decides."""
     ids = cast(Tensor, whole["input_ids"])  # [B, T]
-    if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    documents = _documents(whole["position_ids"], whole.pop("attention_mask", None))  # [B, T]
-    plain = _order_says_all(documents, whole)
-    piece_tokens = max(1, -(-ids.shape[1] // (2 * degree)))
-    missing = piece_tokens * 2 * degree - ids.shape[1]
+    missing = num_tokens - ids.shape[1]
     part = {
         name: _cut(value, missing, IGNORED_LABEL if name == "shift_labels" else 0, index, degree)
         if _runs_along(value, ids)
         else value
         for name, value in whole.items()
     }
-    documents = F.pad(documents, (0, missing))  # padding attends to padding
-    documents = torch.ones_like(documents, dtype=torch.bool) if plain else documents
-    return Stretch(part, attention_mask=documents[:, None, None])
+    mask = (
+        torch.ones(len(ids), num_tokens, dtype=torch.bool, device=ids.device)
+        if documents is None
+        else F.pad(documents, (0, missing))  # padding attends to padding
+    )
+    return Stretch(part, attention_mask=mask[:, None, None])
 
 
 class GatheredAttention:

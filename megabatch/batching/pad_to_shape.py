@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 Shape = Callable[..., Any]  # called as the model is; returns a meta tensor, or a tuple of them
 
 
-def said(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
+def meta_tensors(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return the meta tensors of ``shape`` for these inputs."""
     answer = shape(*inputs.args, **inputs.kwargs)
     tensors = tuple(answer) if isinstance(answer, tuple | list) else (answer,)
@@ -72,11 +72,11 @@ def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
             "all the same names, types and numbers of dims"
         )
     rows = [each.num_rows for each in calls]
-    leaves = [_filled_up(values, rows) for values in zip(*flat, strict=True)]
+    leaves = [_pad_input(values, rows) for values in zip(*flat, strict=True)]
     return [Inputs(*pytree.tree_unflatten(list(each), specs[0])) for each in zip(*leaves, strict=True)]
 
 
-def _filled_up(values: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
+def _pad_input(values: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
     """Pad one input of all microbatches to one shape."""
     shapes: list[tuple[int, ...]] = [tuple(value.shape) if isinstance(value, Tensor) else () for value in values]
     if all(shape == shapes[0] for shape in shapes):
@@ -87,10 +87,10 @@ def _filled_up(values: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
             "samples, and dim 1 are filled up, the others must agree"
         )
     largest = [max(sizes) for sizes in zip(*(shape[:2] for shape in shapes), strict=True)]
-    return [_grown(value, largest) for value in values]
+    return [_pad_tensor(value, largest) for value in values]
 
 
-def _grown(value: Tensor, largest: Sequence[int]) -> Tensor:
+def _pad_tensor(value: Tensor, largest: Sequence[int]) -> Tensor:
     """Pad [B, T, ...] to [largest B, largest T, ...], or [B] to [largest B]."""
     if len(largest) > 1 and value.shape[1] < largest[1]:
         zeros = value.new_zeros(len(value), largest[1] - value.shape[1], *value.shape[2:])
@@ -100,11 +100,11 @@ def _grown(value: Tensor, largest: Sequence[int]) -> Tensor:
     return torch.cat([value, value[-1:].expand(largest[0] - len(value), *value.shape[1:])])
 
 
-def cut_back(output: Sequence[Tensor], shape: Shape, whole: Inputs, real: Inputs) -> list[Tensor]:
+def crop_output(output: Sequence[Tensor], shape: Shape, whole: Inputs, real: Inputs) -> list[Tensor]:
     """Crop the output for the padded ``whole`` to the shapes that ``shape`` gives for ``real``."""
-    wanted = said(shape, real)
+    wanted = meta_tensors(shape, real)
     if whole.num_rows != real.num_rows:
-        _check_rows(said(shape, whole), wanted, whole, real)
+        _check_rows(meta_tensors(shape, whole), wanted, whole, real)
     return [leaf[tuple(map(slice, each.shape))] for leaf, each in zip(output, wanted, strict=True)]
 
 

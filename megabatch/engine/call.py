@@ -204,12 +204,18 @@ class MicrobatchPlanner:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
         samples = self.samples(batch, hooks.prepare)
         plan = self.plan(samples) if given is None else self.fitted(given, samples)
+        weigh = hooks.weigh
         if self.ranks.context_groups:
             self._check_stretches(batch, samples, plan, hooks)
+            weigh = self.weigh_own(weigh)
         if isinstance(self.collate, OneRow) and plan.microbatches:
-            _check_rows(samples, plan, hooks.weigh)
+            _check_rows(samples, plan, weigh)
         samples.shared = plan.shared
-        return collate_planned(samples, plan, hooks.weigh)
+        return collate_planned(samples, plan, weigh)
+
+    def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
+        """Return the function that counts what this rank weighs of a microbatch of `samples`, cut over "cp"."""
+        return weigh
 
     def _check_stretches(self, batch: Batch, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
         """Raise for a loss that needs whole samples, and for weights that do not add up over stretches."""

@@ -28,7 +28,7 @@ def orders_of(schedule: str, num_ranks: int, per_rank: int, num_microbatches: in
         schedule: A name in `SCHEDULES`.
         num_ranks: Ranks along "pp".
         per_rank: Stages of each.
-        num_microbatches: As many as the schedule runs: see `Pipeline.filled`.
+        num_microbatches: As many as the schedule runs: see `Pipeline.runnable`.
     """
     if SCHEDULES[schedule].per_rank == 1:
         # What torch prints as the order of 1F1B numbers the last rank's microbatches from 1.

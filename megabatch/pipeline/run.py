@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch.batching.pad_to_shape import Inputs, cut_back, fingerprint, in_one_shape
+from megabatch.batching.context_parallel import stretch_alike
+from megabatch.batching.pad_to_shape import Inputs, crop_output, fingerprint, in_one_shape
 from megabatch.batching.samples import Microbatch
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, first_failure, iterate_steps
@@ -27,7 +28,9 @@ from megabatch.losses.contract import (
     JointLoss,
     LossFunction,
     Term,
+    Weigh,
     accumulation_dtype,
+    counted_weights,
     takes_divisor,
     terms_of,
     weigh_of,
@@ -43,7 +46,7 @@ __all__ = ["Pipeline", "evaluate"]
 Named = list[tuple[str, bool, float | None]]  # a microbatch's terms: name, has a graph, weight if on the host
 
 
-def fill_up_schedule(
+def pad_to_schedule(
     wrapper: Wrapper, prepared: PreparedBatch, agreement: CallAgreement
 ) -> tuple[PreparedBatch, CallAgreement]:
     """Add the dummy microbatches that the schedule steps need, the same number on all ranks."""
@@ -51,7 +54,7 @@ def fill_up_schedule(
     if not agreement.num_microbatches:
         return prepared, agreement
     # A plan that was given may be of `megabatch.plan`, which knows no schedule.
-    steps = prepared.plan.steps or (wrapper.pipeline.filled(agreement.num_microbatches),)
+    steps = prepared.plan.steps or (wrapper.pipeline.runnable(agreement.num_microbatches),)
     prepared = replace(prepared, plan=replace(prepared.plan, steps=steps))
     num_microbatches = max(sum(steps), agreement.num_microbatches)  # if that is more, ranks have other steps
     dummy = agreement.dummy or prepared.dummy  # if agreement.dummy is None, this rank has samples
@@ -68,6 +71,7 @@ def run_schedule(
     middle of its wrapper's collectives keeps its data ranks waiting, as it does without a pipeline.
     """
     assert isinstance(wrapper, PipelineWrapper)
+    model, device = wrapper.pipeline, wrapper.device
     if takes_divisor(loss_fn):
         raise PlanError("a loss that takes the divisor cannot run through a Pipeline; give one that returns its sum")
     if isinstance(loss_fn, JointLoss):
@@ -75,22 +79,22 @@ def run_schedule(
     opened.count_call(agreement)
     if not agreement.num_microbatches:
         return {}
-    model, device = wrapper.pipeline, wrapper.device
-    sizes = prepared.plan.steps
-    recorded = _recorded_by_all(
-        lambda: list(iterate_steps(prepared, agreement, weigh_of(loss_fn), wrapper)),
-        loss_fn,
-        model,
-        device,
-        wrapper.loss_factor,
-        sizes,
+    sizes, weigh = prepared.plan.steps, weigh_of(loss_fn)
+
+    def make() -> list[MicrobatchStep]:
+        if weigh is None or not model.ranks.context_groups:
+            return list(iterate_steps(prepared, agreement, weigh, wrapper))
+        cut = _cut_call_over_context(prepared, agreement, sizes, weigh, model.ranks)
+        return list(iterate_steps(*cut, weigh, wrapper))
+
+    last = _LastStage(
+        model, *_recorded_by_all(make, loss_fn, model, device, wrapper.loss_factor, sizes), loss_fn, opened
     )
-    last = _LastStage(model, *recorded, loss_fn, opened)
     with wrapper.call():
         last.run(sizes, device, backward=True)
     sums: dict[str, Term] = {}
     # Every stage adds the same sums, so that each can close the update without asking the last one.
-    for terms, step in zip(last.told(device), last.steps, strict=True):
+    for terms, step in zip(last.share_terms(device), last.steps, strict=True):
         if not model.has_last_stage:
             opened.objective(terms, step)  # to record the differentiable terms, as on the last stage
         add_terms(sums, opened.add(terms, step))
@@ -101,25 +105,29 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
     """Run the forward only and return the terms of each microbatch, the same on every stage.
 
     Collective over all ranks of the mesh. The microbatches must be on the model's device. Every rank needs the same
-    number of them, and ranks along pp and tp need the same microbatches. With gradients enabled, ``requires_grad`` of
-    the totals shows which terms are differentiable, but no gradient is computed. Gathered parameters are resharded
-    afterwards. Dropout follows ``model.eval()`` and ``model.train()``.
+    number of them. Ranks along pp, tp and cp need the same microbatches, and ranks along cp get the terms of their own
+    part of each. With gradients enabled, ``requires_grad`` of the totals shows which terms are differentiable, but no
+    gradient is computed. Gathered parameters are resharded afterwards. Dropout follows ``model.eval()`` and
+    ``model.train()``.
     """
     device = next(model.parameters()).device
+    shapes = _shapes_of_all(microbatches, model.ranks)
+    if not shapes:
+        return []
+    groups = group_microbatches(shapes, model.runnable, model.bubble)
+    order, sizes = [index for group in groups for index in group], [len(group) for group in groups]
 
     def make() -> list[MicrobatchStep]:
-        return [MicrobatchStep(each, index, {}, {}, False) for index, each in enumerate(microbatches)]
+        ordered = [microbatches[index] for index in order]
+        if model.ranks.context_groups:
+            ordered = _cut_over_context(ordered, sizes, model.ranks)
+        return [MicrobatchStep(each, index, {}, {}, False) for index, each in enumerate(ordered)]
 
-    made, calls = _recorded_by_all(make, loss_fn, model, device, None, (len(microbatches),))
-    if not microbatches:
-        return []
-    groups = group_microbatches(_shapes_of_all(calls, model.ranks), model.filled, model.bubble)
-    order = [index for group in groups for index in group]
-    last = _LastStage(model, [made[index] for index in order], [calls[index] for index in order], loss_fn, None)
+    last = _LastStage(model, *_recorded_by_all(make, loss_fn, model, device, None, sizes), loss_fn, None)
     try:
         with torch.no_grad():
-            last.run([len(group) for group in groups], device, backward=False)
-        terms = dict(zip(order, last.told(device), strict=True))
+            last.run(sizes, device, backward=False)
+        terms = dict(zip(order, last.share_terms(device), strict=True))
         return [terms[index] for index in range(len(microbatches))]
     except Exception:
         model.forget()
@@ -130,11 +138,15 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
                 module.reshard()
 
 
-def _shapes_of_all(calls: Sequence[Inputs], ranks: DataRanks) -> list[tuple[int, int]]:
-    """Return the largest rows and columns of each microbatch's inputs over all data ranks."""
-    own = [float(number) for each in calls for number in (each.num_rows, each.num_columns)]
-    largest = [int(max(numbers)) for numbers in zip(*ranks.exchange_numbers(own), strict=True)]
-    return list(zip(largest[::2], largest[1::2], strict=True))
+def _shapes_of_all(microbatches: Sequence[Microbatch], ranks: DataRanks) -> list[tuple[int, int]]:
+    """Return the largest rows and columns of each microbatch over all ranks. Raises if their numbers differ."""
+    inputs = [Inputs((each,), {}) for each in microbatches]
+    shapes: list[list[tuple[int, int]]] = ranks.exchange_objects([(each.num_rows, each.num_columns) for each in inputs])
+    if len(numbers := set(map(len, shapes))) > 1:
+        raise PlanError(f"ranks were given {min(numbers)} and {max(numbers)} microbatches; give every rank as many")
+    return [
+        (max(rows), max(columns)) for rows, columns in (zip(*each, strict=True) for each in zip(*shapes, strict=True))
+    ]
 
 
 def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -209,41 +221,62 @@ def _recorded_by_all(
     An error on one rank is raised on all ranks. Without a ``loss_factor`` nothing is differentiated. ``sizes`` are the
     numbers of microbatches that are to have one shape.
     """
-    made, calls, failure, ranks, trains = [], [], None, model.ranks, loss_factor is not None
+    made, calls, seen, failure, ranks, trains = [], [], 0, None, model.ranks, loss_factor is not None
     try:
         made = make()
+        seen = fingerprint([step.microbatch for step in made])  # each stage computes from its own copy of the inputs
         calls = [_recorded(loss_fn, step, device, trains) for step in made]
         for start, end in _ranges(sizes):
             in_one_shape(calls[start:end])
     except Exception as error:  # the user's loss may raise anything, and the other ranks must know
         failure = error
-    seen = fingerprint([step.microbatch for step in made])  # each stage computes from its own copy of the inputs
-    own = [seen, len(made), zlib.crc32(repr(tuple(sizes)).encode()), loss_factor or 0.0, model.num_stages]
+    own = [seen, zlib.crc32(repr(tuple(sizes)).encode()), loss_factor or 0.0, model.num_stages]
     rows = ranks.exchange_numbers([float(failure is not None), *map(float, own)])
     if any(failed for failed, *_ in rows):
         raise first_failure(ranks, failure)
-    if len({tuple(rest) for _, _, _, _, *rest in rows}) > 1:
+    if len({tuple(rest) for _, _, _, *rest in rows}) > 1:
         raise PlanError("ranks differ in the number or the wrapper of their stages; give all ranks the same")
-    if trains and len({steps for _, _, _, steps, *_ in rows}) > 1:
+    if trains and len({steps for _, _, steps, *_ in rows}) > 1:
         raise PlanError(
             "ranks were given plans with other schedule steps; give all ranks the last_plan of one call, or leave plan "
             "out"
         )
-    if len(numbers := {int(number) for _, _, number, *_ in rows}) > 1:
-        raise PlanError(f"ranks were given {min(numbers)} and {max(numbers)} microbatches; give every rank as many")
-    for data_rank in range(ranks.degree):
-        if len({seen for _, seen, *_ in rows[data_rank :: ranks.degree]}) > 1:
+    for rank in range(ranks.num_weighing):  # ranks along pp and tp, which have the same
+        if len({seen for _, seen, *_ in rows[rank :: ranks.num_weighing]}) > 1:
             raise PlanError(
-                f"the stages of data rank {data_rank} were given microbatches that differ; let collate draw no random "
-                "numbers, or the same on all ranks along pp and tp"
+                f"the stages of data rank {rank % ranks.degree} were given microbatches that differ; let collate draw "
+                "no random numbers, or the same on all ranks along pp and tp"
             )
     return made, calls
 
 
-def _raise_told(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None:
+def _cut_call_over_context(
+    prepared: PreparedBatch, agreement: CallAgreement, sizes: Sequence[int], weigh: Weigh, ranks: DataRanks
+) -> tuple[PreparedBatch, CallAgreement]:
+    """Replace the whole microbatches of a call, and its dummy microbatches, by this rank's parts and their weights."""
+    num_real = len(prepared.plan.microbatches)
+    wholes = list(prepared.microbatches())
+    for _ in range(num_real, agreement.num_microbatches):
+        assert agreement.dummy is not None  # some rank has more than this one
+        wholes.append(agreement.dummy())
+    parts = _cut_over_context(wholes, sizes, ranks)
+    weights = tuple(counted_weights(weigh(part)) for part in parts[:num_real])
+    prepared = replace(prepared, collated=tuple(parts[:num_real]), weights=weights)
+    return prepared, replace(agreement, dummy=iter(parts[num_real:]).__next__)
+
+
+def _cut_over_context(wholes: Sequence[Microbatch], sizes: Sequence[int], ranks: DataRanks) -> list[Microbatch]:
+    """Return this rank's part of each microbatch. Those of a schedule step have one length."""
+    parts: list[Microbatch] = []
+    for start, end in _ranges(sizes):
+        parts += stretch_alike(wholes[start:end], ranks.context_rank, ranks.context_degree)
+    return parts
+
+
+def _raise_first_failure(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None:
     """Raise the error of the first failed stage on all ranks. It may have caused the failures of later stages."""
     stage, error = failure or (math.inf, None)  # a later stage's error is often caused by zeros from this one
-    first = min(told for (told,) in ranks.exchange_numbers([float(stage)]))
+    first = min(failed for (failed,) in ranks.exchange_numbers([float(stage)]))
     if first < math.inf:
         raise first_failure(ranks, error if stage == first else None)
 
@@ -302,18 +335,20 @@ class _LastStage:
                 raise
             self._failure = self._failure or (self._model.num_stages, error)
             return nothing_of(output)
-        self._terms[index] = terms if self._opened is not None else {name: _shown(each) for name, each in terms.items()}
+        self._terms[index] = (
+            terms if self._opened is not None else {name: _detached(each) for name, each in terms.items()}
+        )
         return objective
 
-    def told(self, device: torch.device) -> list[dict[str, Term]]:
+    def share_terms(self, device: torch.device) -> list[dict[str, Term]]:
         """Return the terms of all microbatches, on every stage. An error on one rank is raised on all ranks."""
-        _raise_told(self._model.ranks, self._model.failure or self._failure)
-        return _told_terms([self._terms[index] for index in sorted(self._terms)], self._model, device)
+        _raise_first_failure(self._model.ranks, self._model.failure or self._failure)
+        return _broadcast_terms([self._terms[index] for index in sorted(self._terms)], self._model, device)
 
     def _terms_of(self, output: Sequence[Any], index: int) -> dict[str, Term]:
         model = self._model
         assert model.structure is not None  # the stage has just returned it
-        leaves = cut_back(output, model.output, self._inputs[index - self._start], self._calls[index])
+        leaves = crop_output(output, model.output, self._inputs[index - self._start], self._calls[index])
         if self._opened is None and self._with_graph:  # an evaluation that asks which totals are differentiable
             leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in leaves]
         answer = _Answer(pytree.tree_unflatten(leaves, model.structure))
@@ -326,12 +361,12 @@ class _LastStage:
         return terms
 
 
-def _shown(term: Term) -> Term:
+def _detached(term: Term) -> Term:
     """Return a term without its graph. ``requires_grad`` of its total shows whether it had one."""
     return Term(term.total.detach().requires_grad_(term.total.requires_grad), term.weight)
 
 
-def _told_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: torch.device) -> list[dict[str, Term]]:
+def _broadcast_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: torch.device) -> list[dict[str, Term]]:
     """Send the detached terms of all microbatches from the last stage to every stage, and return them.
 
     One message between hosts carries names and weights that are on the host. One message between devices carries the
@@ -351,9 +386,9 @@ def _told_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: torch
     else:
         numbers = torch.empty(length, dtype=dtype, device=device)
     dist.broadcast(numbers, group=model.group, group_src=model.last_rank)
-    told = iter(numbers.unbind())
+    remaining = iter(numbers.unbind())
     return [
-        {name: Term(next(told).requires_grad_(grad), next(told) if weight is None else weight)
+        {name: Term(next(remaining).requires_grad_(grad), next(remaining) if weight is None else weight)
          for name, grad, weight in one}
         for one in named
     ]  # fmt: skip

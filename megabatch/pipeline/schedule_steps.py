@@ -6,10 +6,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from megabatch.batching.context_parallel import stretch
 from megabatch.batching.samples import Batch, Samples
 from megabatch.engine.call import MicrobatchPlanner
 from megabatch.errors import PlanError
-from megabatch.losses.contract import LossHooks
+from megabatch.losses.contract import LossHooks, Prepare, Weigh
 from megabatch.pipeline.stages import Pipeline
 from megabatch.planning.partition import group_neighbors
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
@@ -43,28 +44,39 @@ class SchedulePlanner(MicrobatchPlanner):
     """
 
     pipeline: Pipeline | None = None
-    told: tuple[RankLengths, ...] = ()  # by data rank; empty: this rank's samples are all
+    of_all: tuple[RankLengths, ...] = ()  # by data rank; empty: this rank's samples are all
 
-    def told_by_all(self, batch: Batch) -> "SchedulePlanner":
+    def with_lengths_of_all(self, batch: Batch) -> "SchedulePlanner":
         """Return a planner that knows the lengths of all data ranks. Collective."""
         if self.ranks.degree == 1:
             return self
         try:
-            own = self._tell(self.samples(batch).lengths)
+            own = self._summarize(self.samples(batch).lengths)
         except Exception:  # the user's length may raise anything; `prepare` raises it again and tells the other ranks
-            own = self._tell([])
-        return replace(self, told=tuple(self.ranks.exchange_objects(own)[: self.ranks.degree]))
+            own = self._summarize([])
+        return replace(self, of_all=tuple(self.ranks.exchange_objects(own)[: self.ranks.degree]))
 
     def is_repeatable(self, hooks: LossHooks) -> bool:
         """Return False if the plan depends on a message between ranks."""
         return self.ranks.degree == 1 and super().is_repeatable(hooks)
+
+    def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
+        """Return the batch as samples. `run_schedule` cuts microbatches over "cp", those of a step to one length."""
+        if self.ranks.context_groups:
+            return Samples(batch, self.collate, self.length, pad=self.padding)
+        return super().samples(batch, prepare)
+
+    def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
+        """Return the function that counts what this rank weighs of a whole microbatch."""
+        rank, degree = self.ranks.context_rank, self.ranks.context_degree
+        return weigh and (lambda microbatch: weigh(stretch(microbatch, rank, degree)))
 
     def plan(self, samples: Samples) -> Plan:
         """Return the plan by which samples are split into microbatches."""
         lengths = samples.lengths
         check_lengths(lengths, self.max_microbatch_tokens)
         assert self.pipeline is not None
-        steps = choose_steps(self.told or (self._tell(lengths),), self.pipeline.filled, self.pipeline.bubble)
+        steps = choose_steps(self.of_all or (self._summarize(lengths),), self.pipeline.runnable, self.pipeline.bubble)
         sync, reason = self.choice
         plan = Plan(
             deal_into_steps(lengths, steps),
@@ -81,15 +93,15 @@ class SchedulePlanner(MicrobatchPlanner):
         fitted = super().fitted(plan, samples)
         assert self.pipeline is not None
         is_short = bool(plan.steps) and sum(plan.steps) < len(fitted.microbatches)
-        if is_short or any(number < 1 or self.pipeline.filled(number) != number for number in plan.steps):
+        if is_short or any(number < 1 or self.pipeline.runnable(number) != number for number in plan.steps):
             raise PlanError(
                 f"plan has schedule steps of {plan.steps} microbatches, which this schedule cannot run; give a plan of "
                 "this accumulator"
             )
         return replace(fitted, steps=plan.steps)
 
-    def _tell(self, lengths: Sequence[int]) -> RankLengths:
-        """Return what this rank tells the others."""
+    def _summarize(self, lengths: Sequence[int]) -> RankLengths:
+        """Return the numbers by which all ranks choose the same steps."""
         distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
         rows, tokens, learned = self.micro_batch_size, self.max_microbatch_tokens, self.learned
         if learned is not None:
@@ -98,29 +110,29 @@ class SchedulePlanner(MicrobatchPlanner):
         return RankLengths(distinct.tolist(), counts.tolist(), rows, tokens, self.cost)
 
 
-def choose_steps(told: Sequence[RankLengths], filled: Callable[[int], int], bubble: float) -> list[ScheduleStep]:
+def choose_steps(ranks: Sequence[RankLengths], runnable: Callable[[int], int], bubble: float) -> list[ScheduleStep]:
     """Return the cheapest schedule steps for the samples of all data ranks, the longest first.
 
     Args:
-        told: The samples of each data rank, and their limits. The smallest limit counts.
-        filled: `Pipeline.filled`.
+        ranks: The samples of each data rank, and their limits. The smallest limit counts.
+        runnable: `Pipeline.runnable`.
         bubble: `Pipeline.bubble`.
     """
-    lengths = np.unique(np.concatenate([np.asarray(each.lengths, dtype=np.int64) for each in told]))[::-1]
+    lengths = np.unique(np.concatenate([np.asarray(each.lengths, dtype=np.int64) for each in ranks]))[::-1]
     if not len(lengths):
         return []
     if len(lengths) > MOST_LENGTHS:
         lengths = lengths[np.linspace(0, len(lengths) - 1, MOST_LENGTHS).astype(np.int64)]
-    before = np.zeros((len(told), len(lengths) + 1), dtype=np.int64)  # samples of each rank that are longer
-    for rank, each in enumerate(told):
+    before = np.zeros((len(ranks), len(lengths) + 1), dtype=np.int64)  # samples of each rank that are longer
+    for rank, each in enumerate(ranks):
         place = len(lengths) - 1 - np.searchsorted(lengths[::-1], each.lengths)
         np.add.at(before[rank], place + 1, each.counts)
     before = before.cumsum(axis=1)
-    rows_of = [max(1, min(_rows(each, length) for each in told)) for length in map(int, lengths)]
+    rows_of = [max(1, min(_rows(each, length) for each in ranks)) for length in map(int, lengths)]
     # As for microbatches that run one by one: without a given cost, a launch costs a share of the largest microbatch.
-    cost = told[0].cost or CostModel(seconds_per_microbatch=rows_of[0] * int(lengths[0]) / LAUNCH_SHARE)
+    cost = ranks[0].cost or CostModel(seconds_per_microbatch=rows_of[0] * int(lengths[0]) / LAUNCH_SHARE)
     most = -(-int(before[:, -1].max()) // min(rows_of))
-    whole = np.array([filled(number) for number in range(most + 1)])
+    whole = np.array([runnable(number) for number in range(most + 1)])
     numbers, prices = list[np.ndarray](), list[np.ndarray]()
     for start, length in enumerate(map(int, lengths)):
         samples = (before[:, start + 1 :] - before[:, start : start + 1]).max(axis=0)  # [ends], of the rank with most
@@ -158,7 +170,7 @@ def deal_into_steps(lengths: Sequence[int], steps: Sequence[ScheduleStep]) -> tu
 
 
 def group_microbatches(
-    shapes: Sequence[tuple[int, int]], filled: Callable[[int], int], bubble: float
+    shapes: Sequence[tuple[int, int]], runnable: Callable[[int], int], bubble: float
 ) -> list[list[int]]:
     """Return the cheapest schedule steps for microbatches of so many rows and columns, as their indices.
 
@@ -166,7 +178,7 @@ def group_microbatches(
     """
     order = sorted(range(len(shapes)), key=lambda index: -shapes[index][1])
     rows = np.array([shapes[index][0] for index in order])
-    numbers = np.array([filled(number) for number in range(1, len(order) + 1)])
+    numbers = np.array([runnable(number) for number in range(1, len(order) + 1)])
     cost = CostModel(seconds_per_microbatch=max(each * columns for each, columns in shapes) / LAUNCH_SHARE)
     prices = [
         (numbers[: len(order) - start] + bubble)
@@ -176,13 +188,13 @@ def group_microbatches(
     groups, start = list[list[int]](), 0
     for end in group_neighbors(prices):
         group = order[start:end]
-        groups.append(group + group[-1:] * (filled(len(group)) - len(group)))
+        groups.append(group + group[-1:] * (runnable(len(group)) - len(group)))
         start = end
     return groups
 
 
-def _rows(told: RankLengths, length: int) -> int:
+def _rows(rank: RankLengths, length: int) -> int:
     """Return the samples of a microbatch that a rank's limit allows at a length."""
-    if told.micro_batch_size is not None:
-        return told.micro_batch_size
-    return cast(int, told.max_microbatch_tokens) // max(1, length)
+    if rank.micro_batch_size is not None:
+        return rank.micro_batch_size
+    return cast(int, rank.max_microbatch_tokens) // max(1, length)

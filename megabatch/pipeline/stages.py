@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.pad_to_shape import Inputs, Shape, difference, said
+from megabatch.batching.pad_to_shape import Inputs, Shape, difference, meta_tensors
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.pipeline.tied import TiedParameters
@@ -43,7 +43,7 @@ class ScheduleKind(NamedTuple):
 
     make: Callable[..., Any]
     per_rank: int | None  # number of stages on each rank; None: any number
-    filled: Callable[[int, int, int], int]  # microbatches, ranks, stages -> microbatches that it can run
+    runnable: Callable[[int, int, int], int]  # microbatches, ranks, stages -> microbatches that it can run
     goes_back: bool = False  # V shape: rank r holds stages r and 2 * ranks - 1 - r; else r, r + ranks, ...
     splits: bool = False  # computes gradients of weights later than those of inputs, without autograd's hooks
 
@@ -172,9 +172,9 @@ class Pipeline(SelfWrapped):
         """Number of microbatches that would fit into the time in which a rank waits in a schedule step."""
         return (self.group.size() - 1) / len(self.stages)
 
-    def filled(self, num_microbatches: int) -> int:
+    def runnable(self, num_microbatches: int) -> int:
         """Return the number of microbatches that the schedule needs to run these. The others are dummy microbatches."""
-        return num_microbatches and self.kind.filled(num_microbatches, self.group.size(), self.num_stages)
+        return num_microbatches and self.kind.runnable(num_microbatches, self.group.size(), self.num_stages)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raise `MegabatchError`: the stages run only together with those of other ranks."""
@@ -234,8 +234,8 @@ class Pipeline(SelfWrapped):
         return self._schedules[key]
 
     def _made(self, inputs: Inputs, num_microbatches: int, device: torch.device) -> tuple[Any, list["_Stage"]]:
-        between = tuple(each.requires_grad_(each.is_floating_point()) for each in said(self.boundary, inputs))
-        ends = tuple(each for each in inputs.args if isinstance(each, Tensor)), said(self.output, inputs)
+        between = tuple(each.requires_grad_(each.is_floating_point()) for each in meta_tensors(self.boundary, inputs))
+        ends = tuple(each for each in inputs.args if isinstance(each, Tensor)), meta_tensors(self.output, inputs)
         made = [
             _Stage(self, module, index, device, ends[0] if index == 0 else between,
                    ends[1] if index == self.num_stages - 1 else between)
@@ -346,8 +346,6 @@ class PipelineWrapper(MultiModelWrapper):
     def __init__(self, pipeline: Pipeline, wrappers: Sequence[Wrapper]) -> None:
         super().__init__(wrappers, frozen=())
         self.ranks = pipeline.ranks
-        if self.ranks.context_degree > 1:
-            raise PlanError("the mesh has both axes 'cp' and 'pp', which do not go together; give one of them")
         self.stage_ranks = pipeline.stage_ranks
         # No DTensor describes the parameters of other stages.
         self.norm_groups = list(self.stage_ranks.pipeline_groups)

@@ -269,7 +269,7 @@ def simulate(
         model = make_model(mesh)
         models = check_model(model)
         if isinstance(model, Pipeline):
-            num_microbatches = num_run = model.filled(num_microbatches)
+            num_microbatches = num_run = model.runnable(num_microbatches)
         ledger = Ledger(place, axes, _host_categories(models))
         run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
         with run.tagging(step_in_backward=step_in_backward):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megabatch import GradientAccumulator, PlanError
-from megabatch.batching.pad_to_shape import Inputs, cut_back, in_one_shape
+from megabatch.batching.pad_to_shape import Inputs, crop_output, in_one_shape
 from megabatch.pipeline.run import Pipeline
 from megabatch.pipeline.stages import KEPT_SCHEDULES, SCHEDULES
 from tests.unit.failures.wrappers import mesh
@@ -26,7 +26,7 @@ from tests.unit.small import expected, gradients, model_of_integers, same_bits, 
     ],
 )
 def test_a_schedule_is_given_as_many_microbatches_as_it_needs(schedule, ranks, stages, filled):
-    assert [SCHEDULES[schedule].filled(number, ranks, stages) for number in range(1, 10)] == filled
+    assert [SCHEDULES[schedule].runnable(number, ranks, stages) for number in range(1, 10)] == filled
 
 
 def inputs(*shape: int, mask: tuple[int, ...] | None = None) -> Inputs:
@@ -55,7 +55,7 @@ def test_an_output_is_cut_back_to_what_is_said_of_it():
     def shape(x):
         return torch.empty(x.shape, device="meta"), torch.empty(len(x), 4, device="meta")
 
-    cut = cut_back((tokens, classes), shape, whole, real)
+    cut = crop_output((tokens, classes), shape, whole, real)
     assert torch.equal(cut[0], tokens[:2, :2])
     assert torch.equal(cut[1], classes[:2])
 

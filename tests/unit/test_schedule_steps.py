@@ -30,7 +30,7 @@ def tell(lengths: list[int], limit: tuple[int | None, int | None], cost: CostMod
 
 
 def filled(schedule: str, ranks: int, number: int) -> int:
-    return number and SCHEDULES[schedule].filled(number, ranks, ranks)
+    return number and SCHEDULES[schedule].runnable(number, ranks, ranks)
 
 
 def skewed(num: int, seed: int) -> list[int]:

@@ -240,8 +240,8 @@ def sum_terms(
         for start in range(0, len(own.microbatches), at_once):
             several = own.microbatches[start : start + at_once]
             taken = ([samples[own.samples[row]] for row in rows] or [samples[0]] for rows in several)
-            microbatches = [pad(each) if prepare is None else prepare(pad(each)) for each in taken]
-            if cp > 1:
+            microbatches = [pad(each) if prepare is None or cp > 1 else prepare(pad(each)) for each in taken]
+            if cp > 1 and not is_pipeline(model):  # which cuts those of a schedule step to one length
                 microbatches = [
                     context_parallel.stretch(each, ranks.layout.cp_rank(ranks.rank), cp) for each in microbatches
                 ]

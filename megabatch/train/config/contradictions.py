@@ -53,7 +53,6 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("advice.every", ["checkpoint.partial"], "which makes the calls of an update itself"),
     ("advice.every", ["update.on_nonfinite=skip_microbatch"], "which makes an update again of some of its samples"),
     ("advice.every", ["model.dtype=bfloat16"], "in which a norm has two digits"),
-    ("parallel.cp", ["parallel.pp"], "which are not made together"),
     ("parallel.cpu_offload", ["parallel.tp", "parallel.pp", "model.quantize"], "which are not tested together"),
     ("optim.name=Muon", ["parallel.cpu_offload"], "where whole matrices would be orthogonalized on the host"),
     ("parallel.loss_parallel", ["parallel.pp"], "where logits that are cut do not leave their stage"),

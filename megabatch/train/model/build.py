@@ -134,17 +134,21 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     identity = sealed(identity, base, unsaved, ranks)
     check_same_bits(base, ranks)
     warnings: list[str] = []
-    run = base
+    run = trial = base
     if stages is not None and mesh is not None:
-        run = pipeline(stages, config, wrapper, mesh)
+        run = trial = pipeline(stages, config, wrapper, mesh)
+        if ranks.layout.cp > 1:
+            trial = pipeline(stages, config, wrapper, mesh["pp"])
     if config.model.function is None:
         with computing(config.model, wrapper.casts_as, ranks.device):
-            try_forward(run, config.model, ranks.device)
+            try_forward(trial, config.model, ranks.device)
             if config.data.pack_tokens is not None:
-                isolated, text = check_documents(run, ranks.device)
+                isolated, text = check_documents(trial, ranks.device)
                 (words if isolated else warnings).append(text)
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
-        attend_over(cast(PreTrainedModel, base), context_parallel.GatheredAttention(mesh.get_group("cp")))
+        attention = context_parallel.GatheredAttention(mesh.get_group("cp"))
+        for each in [cast(PreTrainedModel, base)] if stages is None else stages.modules:
+            attend_over(each, attention)
     container = None
     if wrapper.name == "ddp" and stages is None:
         unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch

@@ -136,7 +136,7 @@ def filled_up(parallel: ParallelConfig, num_microbatches: int) -> int:
     """Return the microbatches of a call that the recipe's schedule runs, dummy ones included."""
     from megabatch.pipeline import SCHEDULES
 
-    return SCHEDULES[parallel.schedule].filled(num_microbatches, parallel.pp, parallel.pp * per_rank(parallel))
+    return SCHEDULES[parallel.schedule].runnable(num_microbatches, parallel.pp, parallel.pp * per_rank(parallel))
 
 
 def check_model(model: nn.Module, parallel: ParallelConfig) -> None:

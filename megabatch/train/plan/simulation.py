@@ -332,6 +332,8 @@ class Simulator:
         """Wrap the stages of a rank."""
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             self.divide(stages.model, config, self.wrapper, mesh, stages)
+        for each in stages.modules if config.parallel.cp > 1 else []:
+            attend_over(each, AttentionCost(mesh.get_group("cp")))
         return pipeline(stages, config, self.wrapper, mesh, Replica)
 
     def _loss_fn(self, config: Config) -> LossFunction:

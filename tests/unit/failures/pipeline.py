@@ -41,7 +41,6 @@ OTHER_DIMS = "[(2, 1, 1), (2, 1, 2)]"
 BOUNDARY = "stage 0 returned … [((1, 1), torch.float64)] … [((1, 2), torch.float64)]"
 MICROBATCHES = "rank 0 were"
 STAGES = "of their stages"
-CONTEXT = "'cp' … 'pp'"
 DETACHED = "stage 0 returned"
 AS_MANY = "given 1 and … 2 microbatches"
 JOINT = "JointLoss"
@@ -242,10 +241,6 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a loss that gives no pair in an evaluation": (
         lambda: told(lambda: evaluate(over_two(), SAMPLES, _no_pair_at_last)),
         [f"LossContractError: … data rank 0 of 1 … {MEAN}", f"LossContractError: {MEAN}"],
-    ),
-    "cp and pp": (
-        lambda: told(lambda: update(model=over_two(("cp", "pp"), schedule="GPipe"))),
-        [f"PlanError: {CONTEXT}"] * 2,
     ),
     "a stage that raises": (stage_raises, [f"PlanError: data rank 0 of 1: {RAISED}", RAISED]),
     "a loss that raises": (loss_raises, ["KeyError: 'no such key'"] * 2),
