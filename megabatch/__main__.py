@@ -32,6 +32,9 @@ def main() -> None:
 
         print(f"megabatch: {name} is not installed; {install_command('train')}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # while torch is imported, which takes seconds
+        print(file=sys.stderr)
+        sys.exit(130)
     commands.main()
 
 

@@ -172,11 +172,18 @@ def _mean_cross_entropy(loss: Tensor) -> Any:
     return node
 
 
+MEANS = ("MeanBackward0", "MeanBackward1")  # names of the nodes of Tensor.mean
+TORCH_LOSSES = (  # names of the nodes of torch's losses that say what they reduce to
+    "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0", "HuberLossBackward0", "MseLossBackward0",
+    "NllLossBackward0", "NllLoss2DBackward0", "SmoothL1LossBackward0", "SoftMarginLossBackward0",
+)  # fmt: skip
+reduction_of = operator.attrgetter("_saved_reduction")  # of such a node: 0 for none, 1 for the mean, 2 for the sum
+
+
 def is_mean_reduction(loss: Tensor) -> bool:
-    """``_saved_reduction`` of torch's losses: whether the last operation of ``loss`` is a mean."""
+    """Return True if the last operation of ``loss``, before views and casts, is a mean."""
     node = _before_views(loss)
-    is_mean = getattr(node, "_saved_reduction", None) == 1
-    return node is not None and (is_mean or node.name() in ("MeanBackward0", "MeanBackward1"))
+    return node is not None and (node.name() in MEANS or (node.name() in TORCH_LOSSES and reduction_of(node) == 1))
 
 
 def last_divisor(loss: Tensor) -> float | None:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import LossContractError
+from megabatch.torch_private import MEANS, TORCH_LOSSES, reduction_of
 
 EXPECTED = "return (total, weight): the sum over the microbatch and the count it is divided by"
 PAIR_NAME = "loss"  # the name of a pair that the loss returned on its own
+REFUSES_MEANS = ContextVar("refuses_means", default=True)  # False in `verify`, which compares what they give
 WEIGHT_TOLERANCE = 1e-6  # relative: one target in a million is seen, float32's rounding of a sum is not
 
 
@@ -201,6 +204,14 @@ def terms_of(returned: Any) -> dict[str, Term]:
             weight = weight.reshape(()).to(accumulation_dtype(weight.device))
         else:
             weight = _as_number(f"the weight of {source}", weight)
+        if total.grad_fn is not None and (isinstance(weight, Tensor) or weight > 1):
+            operation = total.grad_fn.name()
+            is_mean = operation in MEANS or (operation in TORCH_LOSSES and reduction_of(total.grad_fn) == 1)
+            if is_mean and REFUSES_MEANS.get():
+                raise LossContractError(
+                    f"the total of {source} is a mean, which its weight would divide again; {EXPECTED} (write a mean "
+                    "over something else than the weight counts as .sum() / n)"
+                )
         terms[name] = Term(total.reshape(()) if total.ndim else total, weight)
     return terms
 

@@ -23,7 +23,7 @@ from megabatch.batching.padding import with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch
 from megabatch.engine import random_state
 from megabatch.errors import PlanError
-from megabatch.losses.contract import JointLoss, LossFunction, Term
+from megabatch.losses.contract import REFUSES_MEANS, JointLoss, LossFunction, Term
 from megabatch.planning.plan import check_limits
 from megabatch.torch_private import hooks_after_grad, hooks_before_grad, param_groups
 from megabatch.verification.finite_difference import check_backward
@@ -123,7 +123,10 @@ def verify(
 
 @contextlib.contextmanager
 def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
-    """Restore the hooks and FSDP2 attributes that an accumulator sets on the user's model, and all generators."""
+    """Restore the hooks and FSDP2 attributes that an accumulator sets on the user's model, and all generators.
+
+    Inside, a loss that returns a mean is not refused, so that its gradient can be compared.
+    """
     modules = [module for model in models for module in model.modules()]
     hooks = [each for module in modules for name, each in vars(module).items() if "hooks" in name and each is not None]
     kept = [(each, each.copy()) for each in hooks if isinstance(each, dict)]
@@ -131,9 +134,11 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
     told = [(group, name, vars(group)[name]) for group in groups for name in FSDP2_SETTINGS if name in vars(group)]
     device = next((each.device for model in models for each in model.parameters()), torch.device("cpu"))
     drawn, others = random_state.note(device), (random.getstate(), np.random.get_state())
+    refusing = REFUSES_MEANS.set(False)
     try:
         yield
     finally:
+        REFUSES_MEANS.reset(refusing)
         for each, before in kept:
             each.clear()
             each.update(before)

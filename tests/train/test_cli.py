@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megabatch.__main__ import main
 from megabatch.errors import install_command
+from megabatch.train.cli import front
 from megabatch.train.config.keys import known_keys
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.processes import Run
@@ -108,6 +110,18 @@ def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str
     done = python("-c", script, "train", str(bench.recipe), folder=bench.path)
     assert done.returncode == 2
     assert done.stderr == f"megabatch: {name} is not installed; {install_command('train')}\n"
+
+
+def test_an_interrupt_while_torch_is_imported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(front, "run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "\n")
 
 
 @pytest.mark.slow

@@ -74,7 +74,6 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--optim.name=Muon --parallel.tp=2": "optim.name is 'Muon' and parallel.tp is 2, which cuts over a second axis",
     "--optim.name=Muon --optim.in_backward": "optim.name is 'Muon' and optim.in_backward is true, where … one by one",
     "--optim.adamw_lr=0.1": "optim.adamw_lr is 0.1, which has no effect without optim.name = Muon; set that, or leave",
-    "--parallel.pp=2 --parallel.cp=2": "parallel.cp is 2 and parallel.pp is 2, which are not made together; leave one",
     "--parallel.pp=2 --parallel.tp=2 --parallel.loss_parallel": "loss_parallel is true and parallel.pp is 2 … leave",
     "--parallel.wrapper=ddp --parallel.tp=2": "parallel.tp is 2 and parallel.wrapper is 'ddp' … \"fsdp2\" can; leave",
     "--parallel.cpu_offload": "cpu_offload is true, which has no effect without parallel.wrapper = fsdp2; set that, or",

@@ -124,7 +124,9 @@ def refused(run_folder: Path, to: Path, step: int | None = None) -> str:
 
 def test_what_cannot_be_exported_gets_its_line_and_leaves_nothing(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    assert refused(run, out) == f"{run} has no config.toml, so it is no run of megabatch's; name the folder of a run"
+    assert refused(run, out) == f"{run} is no folder; give the folder of a run, for example runs/stdlib"
+    run.mkdir()
+    assert refused(run, out).startswith(f"{run} has no config.toml, so it is no run of megabatch's; give the folder")
     train(ALONE, recipe(), run)
     line = f"{run}/checkpoints/step-7 is not there or not whole; this run has the steps 1, 2: choose with --step"
     assert refused(run, out, 7) == line

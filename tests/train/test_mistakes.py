@@ -124,7 +124,7 @@ MISTAKES = {  # command -> what it gets
     "init new.toml --data header.csv": "header.csv has no row that can be read; name data with at least one",
     "init new.toml --data odd.jsonl": "odd.jsonl:1 has the fields 'a', 'b', of which none is known as text",
     "init recipe.toml --data chats.csv": "recipe.toml is there already, and nothing is overwritten; give another FILE",
-    "export runs/none --to model": "runs/none has no config.toml, so it is no run of megabatch's; name the folder",
+    "export runs/none --to model": "runs/none is no folder; give the folder of a run",
 }
 
 

@@ -125,7 +125,8 @@ def check_target(to: Path) -> None:
 def config_of(run_folder: Path, *, is_trusted: bool) -> Config:
     """Return the recipe of a run whose functions may run."""
     if not (run_folder / RECIPE).is_file():
-        raise MegabatchError(f"{run_folder} has no {RECIPE}, so it is no run of megabatch's; name the folder of a run")
+        seen = f"has no {RECIPE}, so it is no run of megabatch's" if run_folder.is_dir() else "is no folder"
+        raise MegabatchError(f"{run_folder} {seen}; give the folder of a run, for example runs/stdlib")
     if not is_trusted:
         check_trust(run_folder / RECIPE, is_run=True)
     return load_config(run_folder / RECIPE, [])

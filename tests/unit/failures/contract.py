@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import JointLoss, LossContractError, loss, losses, mean, verify
@@ -73,6 +74,7 @@ def meaning(make: Callable[[Tensor], Any], counted: Any = 2) -> Callable[..., An
 def divided(model: Any, microbatch: Any, divisor: float) -> Any: ...
 
 
+MEAN = f"the total of the loss is a mean, which its weight would divide again; {RETURN} … .sum() / n"
 LOSSES = {
     "a tuple, as a mean": (meaning(lambda squares: (squares.mean(), 2)), "mean() … tuple"),
     "a vector, as a mean": (meaning(lambda squares: squares), "mean() … (2, 1)"),
@@ -81,6 +83,11 @@ LOSSES = {
     "a mean over nothing": (meaning(lambda squares: squares.mean() / 0, 0), "inf … over counts 0 … max(count, 1)"),
     "a mean over a mapping": (meaning(lambda squares: squares.mean(), {"one": 1, "two": 1}), "mean() … mapping"),
     "a mean": (returning(lambda squares: squares.mean()), "()"),
+    "a mean with its count": (returning(lambda squares: (squares.mean(), 2)), MEAN),
+    "a mean of torch's losses with its count": (
+        returning(lambda squares: (F.mse_loss(squares, torch.ones_like(squares)), torch.tensor(2))),
+        MEAN,
+    ),
     "a vector": (returning(lambda squares: squares.flatten()), "(2,)"),
     "a string": (returning(lambda squares: "done"), f"the loss is a str, perhaps a mean; {RETURN}"),
     "nothing": (returning(lambda squares: None), "NoneType"),
