@@ -240,6 +240,8 @@ def test_pipelines_are_among_the_layouts_of_a_model_that_can_be_cut(recipe: Path
     cut = [text for text in texts if "pp" in text and "tp" not in text]
     assert cut == ["fsdp2 4, pp 2", "replicate 4, pp 2", "fsdp2 2, pp 4", "replicate 2, pp 4"]
     assert "tp 2, pp 4" in texts
+    long = [layout_text(each) for each in propose_layouts(config.parallel, asked, 16384, degrees)]
+    assert {"fsdp2 2, cp 2, pp 2", "cp 2, tp 2, pp 2"} <= {*long} - {*texts}
     stated = read_request(["--layouts", *arguments(8, parallel__pp=3)])
     config = load_config(recipe, list(stated.overrides))
     assert pipeline_degrees(bare_model(config), config, stated) == [3]
@@ -247,6 +249,16 @@ def test_pipelines_are_among_the_layouts_of_a_model_that_can_be_cut(recipe: Path
     with quiet():
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", num_hidden_layers=4, hidden_size=64))
     assert pipeline_degrees(model, config, asked) == [1]
+
+
+@pytest.mark.slow
+def test_stages_of_cut_sequences_hold_half_of_the_activations(recipe: Path) -> None:
+    values = {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "update__micro_batch_size": 4}
+    whole, cut = (
+        plan_recipe(recipe, arguments(world, **values, parallel__wrapper="replicate", **keys))[0].at_peak["activations"]
+        for world, keys in ((2, {}), (4, {"parallel__cp": 2}))
+    )
+    assert cut < 0.75 * whole
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def _layouts(
     degrees = [2**power for power in range(per_node.bit_length())]
     for tp, cp, pp in product(degrees, degrees, stages):
         ranks = tp * cp * pp
-        if per_node % (tp * cp) or request.world % ranks or cp > max(1, most_stretches) or cp > 1 < pp:
+        if per_node % (tp * cp) or request.world % ranks or cp > max(1, most_stretches):
             continue
         cut = {
             "tp": tp, "cp": cp, "pp": pp, "loss_parallel": parallel.loss_parallel and tp > 1,
