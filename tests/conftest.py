@@ -1,5 +1,6 @@
 """For every test: one thread, no network, and the same examples at every run, however busy the machine."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -48,4 +49,13 @@ def group_of_one():
     """A process group of this process alone, as wrappers need one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
+    destroy_group()
+
+
+def destroy_group() -> None:
+    """Destroy the process group, after the reducers of DDP that still refer to it.
+
+    A reducer that is collected last joins gloo's threads while it holds the GIL, for which one of them may wait.
+    """
+    gc.collect()
     dist.destroy_process_group()

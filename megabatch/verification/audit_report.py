@@ -431,6 +431,9 @@ def _verdict(audit: Audit) -> str:
         exact = f"exact{'' if is_known else ' in direction'}: the {MEANS[name]}, off by {error:.1e}"
         if audit.may_be_mean_of_means:
             exact += ", which here is also the mean of microbatch means"
+            of_tokens = audit.error("token")
+            if of_tokens is not None and of_tokens > SAME:
+                exact += f" and not the mean over tokens ({of_tokens:.2g} away)"
         return f"{exact}; but see below" if audit.problems else exact
     factors = "" if kinds == {""} else f" {_factors_text(updates)}"
     return f"NOT exact: {text}{factors}"

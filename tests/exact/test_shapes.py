@@ -15,6 +15,7 @@ from megabatch import CostModel, GradientAccumulator, JointLoss, MegabatchError,
 from megabatch.autotune import few_shapes
 from megabatch.batching import OneRow, SharedPrefix, packed_row, padding
 from megabatch.planning.shapes import choose_shapes, plan_in_shapes, split_into_shapes
+from tests.conftest import destroy_group
 from tests.exact import models, oracle, shapes
 from tests.exact.launch import of_ranks
 from tests.tiers import full_unless
@@ -166,8 +167,9 @@ def test_buckets_that_are_gradients_hide_nothing(kind: Any) -> None:
         model = DistributedDataParallel(of_kind(kind), gradient_as_bucket_view=True)
         with pytest.raises(PlanError, match="the gradient of this model changes"):
             accumulate(model, shapes.samples_of([9, 9, 9, 9], 0))
+        del model
     finally:
-        dist.destroy_process_group()
+        destroy_group()
 
 
 def test_attention_of_ones_own_is_own_code() -> None:

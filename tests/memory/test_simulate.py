@@ -20,6 +20,7 @@ from megabatch.simulate.fake_cluster import fake_mesh
 from tests.comm import jobs
 from tests.comm.counting import Collectives
 from tests.comm.planned import POLICIES, Policy, Sizes, expected
+from tests.conftest import destroy_group
 from tests.exact.wrappers import WRAPPERS
 from tests.memory.runs import Run, batch_of, llama, optimizer_of, predicted
 
@@ -74,7 +75,7 @@ def buckets() -> Callable[[str], int]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {wrapper: jobs.of_pytorch(f"pytorch:{wrapper}")["all_reduce"] - ("unused" in wrapper)
              for wrapper in REPLICAS}  # fmt: skip
-    dist.destroy_process_group()
+    destroy_group()
     return lambda wrapper: found.get(wrapper, 0)
 
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,10 +26,8 @@ from megabatch.train.parallel.pipeline_stages import deal_layers, parts_of, per_
 from megabatch.train.parallel.wrap import Wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
-from tests.exact.launch import Run, launch, launch_all
-from tests.exact.mutations import Mutation
+from tests.exact.launch import launch
 from tests.exact.oracle import answer, relative_error, worst_error
-from tests.exact.test_mutations import plant
 from tests.train.conftest import NO_DROPOUT, Bench, timeless
 from tests.train.model_recipes import recipe
 from tests.train.test_tensor import GPT2, SIZES, VOCABULARY, exact_norm, sums, whole
@@ -98,7 +95,7 @@ def run_job(name: str) -> Any:
     kind, _, rest = name.partition(" ")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about gloo
-        return {"gradient": gradient_job, "context": context_job, "groups": groups_job}[kind](rest)
+        return {"gradient": gradient_job, "groups": groups_job}[kind](rest)
 
 
 def gradient_job(name: str) -> dict[str, Any]:
@@ -148,57 +145,6 @@ def gradient_job(name: str) -> dict[str, Any]:
         "embedded": computed,
         "steps": steps,
     }
-
-
-def context_job(name: str) -> dict[str, Any]:
-    """The errors of "family schedule wrapper kind", with sequences cut over two ranks: gradient, loss, evaluation."""
-    family, schedule, wrapper, kind = name.split()
-    laid, ranks = laid_of(config_of(family, "float64", pp=2, cp=2, schedule=schedule, wrapper=wrapper))
-    plain = plain_of(family, "float64")
-    gradient = GradientAccumulator(laid.model, micro_batch_size=2)
-    calls, steps = [rows_of(kind, call) for call in range(2)], list[int]()
-    for rows in calls:
-        gradient.forward_backward(rows[ranks.dp_rank :: ranks.dp_degree], losses.next_token)
-        assert gradient.last_plan is not None
-        steps.append(len(gradient.last_plan.steps))
-    update = gradient.finalize()
-    own = {name: whole(each.grad) for name, each in laid.base.named_parameters()}
-    total, weight = torch.zeros(()), 0
-    for row in (row for rows in calls for row in rows):  # each alone, as transformers keeps documents of one row apart
-        inputs = {key: value[None] for key, value in row.items() if key != "labels"}
-        logits = plain(**inputs).logits  # [1, T, V]
-        total = total + F.cross_entropy(logits[0, :-1], row["labels"][1:], reduction="sum")
-        weight += int((row["labels"][1:] != -100).sum())
-    (total / weight).backward()
-    error, worst = worst_error(of_all_stages(laid, own), {name: each.grad for name, each in plain.named_parameters()})
-    terms, some = build_terms(EvalConfig(), losses.next_token), (calls[0] * 4)[:FEW]
-    sets = [
-        [evaluate_set(model, terms, some, recipe().update, each, SILENT)]
-        for model, each in ((laid.run, ranks), (plain, Ranks(0, 1, CPU)))
-    ]
-    return {
-        "error": error,
-        "parameter": worst,
-        "loss": abs(float(update.loss * weight / total) - 1),
-        "counts": (int(update.weight), update.num_samples) == (weight, sum(map(len, calls))),
-        "evaluation": distance(*sets),
-        "steps": steps,
-    }
-
-
-def rows_of(kind: str, call: int) -> list[dict[str, Tensor]]:
-    """Samples of unequal lengths, with a mask, or several documents in each row or some, whose positions begin anew."""
-    found = samples(call)
-    if kind == "masked":
-        return [each | {"attention_mask": torch.ones_like(each["input_ids"])} for each in found]
-    if kind == "ragged":
-        return found
-    documents = [each | {"position_ids": torch.arange(len(each["input_ids"]))} for each in found]
-    packed = [
-        {name: torch.cat([each[name] for each in documents[start : start + 2]]) for name in documents[0]}
-        for start in range(0, len(documents), 2)
-    ]
-    return packed[:2] + documents[4:] if kind == "mixed" else packed
 
 
 def tokens_embedded(model: nn.Module) -> list[int]:
@@ -290,24 +236,8 @@ GRADIENTS = {  # ranks → "family schedule wrapper tp stream dtype"
         "tied-llama 1F1B plain 2 sequence float64",
     ],
 }
-CONTEXT = {  # ranks → "family schedule wrapper kind"
-    4: [
-        "gpt2 1F1B replicate ragged",
-        "gpt2 InterleavedZeroBubble fsdp2 packed",
-        "llama 1F1B fsdp2 packed",
-        "llama 1F1B fsdp2 mixed",
-        "llama Interleaved1F1B fsdp2 masked",
-        "llama DualPipeV replicate ragged",
-        "qwen3 GPipe replicate packed",
-        "tied-qwen3 LoopedBFS fsdp2 ragged",
-        "qwen2 ZBVZeroBubble replicate masked",
-    ],
-    8: ["llama 1F1B fsdp2 packed", "tied-gpt2 Interleaved1F1B replicate ragged"],
-}
 JOBS = {ranks: [f"gradient {name}" for name in names] for ranks, names in GRADIENTS.items()}
 JOBS[2].append("groups")
-JOBS[4] += [f"context {name}" for name in CONTEXT[4]]
-JOBS[8] = [f"context {name}" for name in CONTEXT[8]]
 
 
 @pytest.fixture(scope="module")
@@ -336,68 +266,6 @@ def test_stages_compute_what_the_whole_model_does(results: dict[str, list[dict[s
         assert value["computed"]
         assert value["steps"][0] > 1
     assert any(value["embedded"] for value in map(value_of, results[f"gradient {name}"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for names in CONTEXT.values() for name in names])
-def test_stages_of_cut_sequences_compute_what_the_whole_model_does(results, name: str) -> None:
-    check_context(list(map(value_of, results[f"context {name}"])))
-
-
-def check_context(found: list[dict[str, Any]]) -> None:
-    for value in found:
-        assert max(value["error"], value["loss"], value["evaluation"]) < 1e-12, value["parameter"]
-        assert value["counts"]
-        assert value["steps"] == found[0]["steps"]
-
-
-CONTEXT_BUGS = (
-    Mutation("give each stretch of a schedule step a length of its own", "batching/context_parallel.py",
-             "max(each.shape[1] for each in documents) // (2 * degree)", "documents[-1].shape[1] // (2 * degree)"),
-    Mutation("give each stretch of a schedule step a mask of its own", "batching/context_parallel.py",
-             "whole, None if plain else each", "whole, None if _order_says_all(each, whole) else each"),
-    Mutation("let order decide where documents do", "batching/context_parallel.py",
-             "plain = all(map(", "plain = any(map("),
-    Mutation("leave the dummy microbatches of cut sequences whole", "pipeline/run.py",
-             "dummy=iter(parts[num_real:]).__next__", "dummy=iter(wholes[num_real:]).__next__"),
-    Mutation("weigh stretches by a length of their own", "pipeline/run.py",
-             "collated=tuple(parts[:num_real]), weights=weights", "collated=tuple(parts[:num_real])"),
-)  # fmt: skip
-SEEN_BY = tuple(f"context {name}" for name in (
-    "gpt2 1F1B replicate ragged", "llama DualPipeV replicate ragged", "llama 1F1B fsdp2 mixed",
-))  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The jobs that fail with a bug planted; "" is the library as it is."""
-    folder = tmp_path_factory.mktemp("planted")
-    runs = {"": Run(4, list(SEEN_BY), folder / "none")}
-    for number, mutation in enumerate(CONTEXT_BUGS):
-        planted = folder / str(number)
-        plant(mutation, planted)
-        runs[mutation.name] = Run(4, list(SEEN_BY), planted / "run", [str(planted)], len(SEEN_BY), 10.0)
-    found = launch_all("tests.train.test_pipeline:run_job", list(runs.values()), folder)
-    return {name: [job for job in ranks if _fails(ranks[job])] for name, ranks in zip(runs, found, strict=True)}
-
-
-def _fails(ranks: list[dict[str, Any]]) -> bool:
-    try:
-        check_context(list(map(value_of, ranks)))
-    except AssertionError:
-        return True
-    return False
-
-
-@pytest.mark.slow
-def test_stages_of_cut_sequences_pass_without_a_bug(failing: dict[str, list[str]]) -> None:
-    assert failing[""] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", CONTEXT_BUGS, ids=lambda mutation: mutation.name.replace(" ", "-"))
-def test_a_bug_planted_where_sequences_are_cut_is_caught(failing: dict[str, list[str]], mutation: Mutation) -> None:
-    assert failing[mutation.name]
 
 
 @pytest.mark.slow
