@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit statuses, one line on stderr, nothing half-written."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from megabatch.__main__ import main
 from megabatch.errors import install_command
 from megabatch.train.cli import front
 from megabatch.train.config.keys import known_keys
+from megabatch.train.runtime.signals import StopSignal
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.processes import Run
 
@@ -122,6 +124,21 @@ def test_an_interrupt_while_torch_is_imported_is_no_traceback(
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code, capsys.readouterr().err) == (130, "\n")
+
+
+def test_the_end_of_a_run_does_not_wait_for_processes_that_it_forked() -> None:
+    """They have the pipe of signals too, so that closing it here ends nothing."""
+    ours, theirs = multiprocessing.Pipe()
+    with StopSignal(speaks=False).handling():
+        child = os.fork()
+        if not child:
+            theirs.poll(30)
+            os._exit(0)
+    try:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it is still there
+    finally:
+        ours.send("end")
+        os.waitpid(child, 0)
 
 
 @pytest.mark.slow

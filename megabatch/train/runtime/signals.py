@@ -25,6 +25,7 @@ from megabatch.train.runtime.exit import (
 from megabatch.train.runtime.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+END = b"\0"  # in the pipe of signals' numbers: no more of them
 SECONDS_OF_ONE = 1.0  # torchrun passes a signal on that reaches the process directly too: both count as one
 SECONDS_TO_LEAVE = 3.0  # for the main thread to leave by itself before the first update
 
@@ -77,8 +78,9 @@ class StopSignal:
             for each, handler in before.items():
                 signal.signal(each, handler)
             signal.set_wakeup_fd(pipe_before)
-            os.close(write)  # ends the thread
+            os.write(write, END)  # closing does not end the thread while a forked worker has the pipe too
             thread.join()
+            os.close(write)
             os.close(read)
             kill_workers()
 
@@ -91,8 +93,8 @@ class StopSignal:
     def _read_pipe(self, read: int) -> None:
         """In a thread, at once."""
         first: float | None = None  # time.monotonic() of the first signal
-        while numbers := os.read(read, 1):
-            if (number := numbers[0]) not in SIGNALS:
+        while (received := os.read(read, 1)) != END:
+            if (number := received[0]) not in SIGNALS:
                 continue
             if first is None:
                 first = time.monotonic()
