@@ -27,6 +27,7 @@ import pytest
 
 Result = dict[str, Any]  # {"value": ...} or {"error": traceback}
 GROUP_TIMEOUT_SECONDS = 60.0
+SECONDS_PER_JOB = 15.0  # of a launch of many jobs, on a busy machine
 IMPORTED = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel", "torch.optim.adamw", "torch.utils._python_dispatch",
@@ -108,7 +109,8 @@ class Found:
             run = Run(
                 world, names if job in names else [job], self._folder / str(next(self._launches)), **self._options
             )
-            (found,) = launch_all(self._function, [run], run.folder)
+            limit = max(600.0, SECONDS_PER_JOB * len(run.names))
+            (found,) = launch_all(self._function, [run], run.folder, timeout_seconds=limit)
             self._results |= {(world, name): ranks for name, ranks in found.items()}
         return self._results[world, job]
 
