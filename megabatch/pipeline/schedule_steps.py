@@ -11,7 +11,7 @@ from megabatch.batching.samples import Batch, Samples
 from megabatch.engine.call import MicrobatchPlanner
 from megabatch.errors import PlanError
 from megabatch.losses.contract import LossHooks, Prepare, Weigh
-from megabatch.pipeline.stages import Pipeline
+from megabatch.pipeline.stages import SCHEDULES, Pipeline
 from megabatch.planning.partition import group_neighbors
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
 
@@ -33,6 +33,8 @@ class ScheduleStep(NamedTuple):
 
     above: int  # its samples are longer than this
     num_microbatches: int
+    rows: int  # samples of the largest microbatch of any rank
+    length: int  # tokens of the longest sample
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,40 @@ class SchedulePlanner(MicrobatchPlanner):
 
     def _summarize(self, lengths: Sequence[int]) -> RankLengths:
         """Return the numbers by which all ranks choose the same steps."""
-        distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
         rows, tokens, learned = self.micro_batch_size, self.max_microbatch_tokens, self.learned
         if learned is not None:
             rows = None if rows is None else min(rows, learned.samples)
             tokens = None if tokens is None else max(1, min(tokens, learned.tokens))
-        return RankLengths(distinct.tolist(), counts.tolist(), rows, tokens, self.cost)
+        return _count_lengths(lengths, rows, tokens, self.cost)
+
+
+def _count_lengths(
+    lengths: Sequence[int], micro_batch_size: int | None, max_microbatch_tokens: int | None, cost: CostModel | None
+) -> RankLengths:
+    distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
+    return RankLengths(distinct.tolist(), counts.tolist(), micro_batch_size, max_microbatch_tokens, cost)
+
+
+def plan_steps(
+    lengths: Sequence[Sequence[int]], schedule: str, num_ranks: int, per_rank: int, *,
+    micro_batch_size: int | None = None, max_microbatch_tokens: int | None = None,
+) -> list[ScheduleStep]:  # fmt: skip
+    """Return the schedule steps of an update, as a `Pipeline` runs them.
+
+    Args:
+        lengths: The lengths of the samples of each data rank.
+        schedule: A name in `SCHEDULES`.
+        num_ranks: Ranks along "pp".
+        per_rank: Stages of each.
+        micro_batch_size: As for `GradientAccumulator`; this or ``max_microbatch_tokens``.
+        max_microbatch_tokens: As for `GradientAccumulator`.
+    """
+    ranks = [_count_lengths(each, micro_batch_size, max_microbatch_tokens, None) for each in lengths]
+
+    def runnable(number: int) -> int:
+        return number and SCHEDULES[schedule].runnable(number, num_ranks, num_ranks * per_rank)
+
+    return choose_steps(ranks, runnable, (num_ranks - 1) / per_rank)
 
 
 def choose_steps(ranks: Sequence[RankLengths], runnable: Callable[[int], int], bubble: float) -> list[ScheduleStep]:
@@ -133,17 +163,19 @@ def choose_steps(ranks: Sequence[RankLengths], runnable: Callable[[int], int], b
     cost = ranks[0].cost or CostModel(seconds_per_microbatch=rows_of[0] * int(lengths[0]) / LAUNCH_SHARE)
     most = -(-int(before[:, -1].max()) // min(rows_of))
     whole = np.array([runnable(number) for number in range(most + 1)])
-    numbers, prices = list[np.ndarray](), list[np.ndarray]()
+    numbers, rows_in, prices = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for start, length in enumerate(map(int, lengths)):
         samples = (before[:, start + 1 :] - before[:, start : start + 1]).max(axis=0)  # [ends], of the rank with most
         number = whole[-(-samples // rows_of[start])]
         rows = -(-samples // number)
         numbers.append(number)
+        rows_in.append(rows)
         prices.append((number + bubble) * cost.seconds(rows, max(1, length)))
     steps, start = list[ScheduleStep](), 0
     for end in group_neighbors(prices):
         above = int(lengths[end]) if end < len(lengths) else -1
-        steps.append(ScheduleStep(above, int(numbers[start][end - start - 1])))
+        place = end - start - 1
+        steps.append(ScheduleStep(above, int(numbers[start][place]), int(rows_in[start][place]), int(lengths[start])))
         start = end
     return steps
 
@@ -158,7 +190,7 @@ def deal_into_steps(lengths: Sequence[int], steps: Sequence[ScheduleStep]) -> tu
     falling = -np.asarray(lengths, dtype=np.int64)[order]
     microbatches: list[tuple[int, ...]] = []
     start = 0
-    for above, number in steps:
+    for above, number, _, _ in steps:
         end = int(np.searchsorted(falling, -above))
         end = max(end, min(start + number, len(order)))
         size, longer = divmod(end - start, number)

@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,17 @@ class Phase:
     fill: float = 1.0  # of a microbatch: tokens by those that were simulated, which computing and awaiting follow
     idle_seconds: float = 0.0  # of a pipeline's rank that waits for the others
     sent: dict[Key, Sent] = field(default_factory=dict)
+
+    def repeated(self, num: float) -> "Phase":
+        """Return the phase with ``num`` times the work. Gradients are reduced as often as before."""
+        seconds = ("compute_seconds", "arithmetic_seconds", "host_seconds", "cpu_seconds", "copy_seconds",
+                   "awaited_seconds")  # fmt: skip
+        return replace(
+            self,
+            flops=round(num * self.flops),
+            sent={key: each if each.reduces_gradients else each.times_plus(num) for key, each in self.sent.items()},
+            **{name: num * getattr(self, name) for name in seconds},
+        )
 
     @property
     def sent_bytes(self) -> int:

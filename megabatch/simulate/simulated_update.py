@@ -201,6 +201,18 @@ class Simulated:
         phases = {name: phase if name == "step" else replace(phase, fill=fill) for name, phase in self.phases.items()}
         return replace(self, phases=phases)
 
+    def in_schedule_steps(self, num_steps: float, bubbles: float) -> "Simulated":
+        """Return an update of a pipeline in several schedule steps, of which this is the largest.
+
+        Args:
+            num_steps: Microbatches of all steps, by those of this one.
+            bubbles: Waits of all steps, by that of this one.
+        """
+        phases = {name: phase if name == "step" else phase.repeated(num_steps) for name, phase in self.phases.items()}
+        bubble = replace(self.phases[BUBBLE], idle_seconds=bubbles * self.phases[BUBBLE].idle_seconds)
+        num_microbatches = round(num_steps * self.num_microbatches)
+        return replace(self, phases=phases | {BUBBLE: bubble}, num_microbatches=num_microbatches)
+
     def at(self, num_microbatches: int) -> "Simulated":
         """Return the same update with another number of microbatches; two or all of them must have been run."""
         num_run = sum(name.startswith("forward") for name in self.phases)

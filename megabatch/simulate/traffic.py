@@ -28,6 +28,7 @@ KINDS = {  # by the start of torch's name without underscores: our name, and how
     "scatter": ("scatter", 1),
     "send": (SEND, 1),
 }
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 # Operations of reductions, which are strings among the arguments as well.
 OPERATIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
@@ -44,19 +45,24 @@ class Sent:
     sent_bytes: int  # by this rank, in a ring
     seconds: float
 
+    @property
+    def reduces_gradients(self) -> bool:
+        """True for a reduction over data ranks."""
+        return self.collective in REDUCTIONS and self.axis.startswith("dp")
+
     def __add__(self, other: "Sent") -> "Sent":
         return self.times_plus(1, other)
 
-    def times_plus(self, factor: int, other: "Sent | None" = None) -> "Sent":
+    def times_plus(self, factor: float, other: "Sent | None" = None) -> "Sent":
         """Return this traffic ``factor`` times, plus another."""
         extra = other or Sent(self.collective, self.axis, self.num_ranks, 0, 0, 0, 0.0)
         return Sent(
             self.collective,
             self.axis,
             self.num_ranks,
-            factor * self.calls + extra.calls,
-            factor * self.buffer_bytes + extra.buffer_bytes,
-            factor * self.sent_bytes + extra.sent_bytes,
+            round(factor * self.calls) + extra.calls,
+            round(factor * self.buffer_bytes) + extra.buffer_bytes,
+            round(factor * self.sent_bytes) + extra.sent_bytes,
             factor * self.seconds + extra.seconds,
         )
 

@@ -30,7 +30,7 @@ from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan import simulation
 from megabatch.train.plan.estimate import estimate_cost
-from megabatch.train.plan.grid import Choice, UpdateLengths, build_grid
+from megabatch.train.plan.grid import Choice, Split, UpdateLengths, build_grid
 from megabatch.train.plan.layouts import build_layouts, layout_text, pipeline_degrees, propose_layouts
 from megabatch.train.plan.published import (
     RUNS,
@@ -701,19 +701,55 @@ RAGGED = tuple(int(length) for length in torch.randint(1, 40, (24,), generator=t
 def test_an_update_is_split_as_the_library_splits_it(kind: str, size: int) -> None:
     longest = max(RAGGED)
     limit = {kind: size * longest if kind == "max_microbatch_tokens" else size}
-    num, fill = UpdateLengths((RAGGED,), longest, kind != "micro_batch_size", one_row=False).split(size, 1)
+    num, fill, *_ = UpdateLengths((RAGGED,), longest, kind != "micro_batch_size", one_row=False).split(size, 1)
     real = GradientAccumulator(torch.nn.Linear(1, 1), **limit).plan([{"x": torch.zeros(each)} for each in RAGGED])
     assert (num, num * size * longest * fill) == (real.num_microbatches, pytest.approx(real.padded_tokens))
 
 
+@pytest.mark.parametrize("kind", ["micro_batch_size", "max_microbatch_tokens"])
+def test_a_pipeline_is_split_into_the_schedule_steps_of_a_run(kind: str) -> None:
+    """Two lengths that are far apart: eight long samples in one step, and eight short ones in another."""
+    parallel = ParallelConfig(pp=2, schedule="1F1B")
+    lengths = UpdateLengths(((40,) * 8 + (10,) * 8,), 40, kind != "micro_batch_size", one_row=False, parallel=parallel)
+    split = lengths.split(1, 2)
+    if kind == "micro_batch_size":  # 4 microbatches of 40 tokens and 4 of 10 on each rank
+        assert split == (8, pytest.approx((4 * 40 + 4 * 10) / (8 * 40)), 4, pytest.approx((1 + 1 / 4) / (5 / 8)))
+    else:  # 4 of 40 tokens, and 4 short samples in one, which 1F1B over two ranks runs as two of two
+        assert split == (6, pytest.approx((4 * 40 + 2 * 20) / (6 * 40)), 4, pytest.approx((1 + 1 / 2) / (5 / 6)))
+
+
+@pytest.mark.slow
+def test_an_update_in_two_schedule_steps_takes_as_long_as_both(recipe: Path) -> None:
+    """And its memory is that of the larger one."""
+    values = {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "update__micro_batch_size": 1}
+    what = subject(recipe, 2, **values, update__global_batch_size=8)
+    choice = next(each for each in what.grid.choices() if each.micro_batch_size == 1)
+    long, short = (
+        what.simulate(replace(choice, num_microbatches=num, fill=fill)) for num, fill in ((6, 1.0), (2, 0.5))
+    )
+    split = Split(8, (6 + 2 * 0.5) / 8, 6, 1.5 / (7 / 8))
+    both_choice = replace(choice, **split._asdict())
+    both = what.simulate(both_choice)
+    step = long.phases["step"].seconds
+    assert both.seconds == pytest.approx(long.seconds + short.seconds - step, rel=0.03)  # mean microbatches
+    assert (both.peak_bytes, both.num_microbatches) == (long.peak_bytes, 8)
+    assert sum(each.sent_bytes for each in both.sent) == pytest.approx(
+        sum(each.sent_bytes for found in (long, short) for each in found.sent), rel=0.01
+    )
+    one, two = what.estimate(replace(choice, num_microbatches=6)), what.estimate(both_choice)
+    assert two.peak_bytes == one.peak_bytes
+    assert two.compute_seconds == pytest.approx(one.compute_seconds * 7 / 6)
+    assert two.bubble == pytest.approx(1.5 / 7)
+
+
 def test_samples_in_one_row_are_not_padded() -> None:
     lengths = UpdateLengths(((90, *[10] * 7),), 90, by_tokens=True, one_row=True)
-    assert lengths.split(1, 1) == (2, pytest.approx(160 / (2 * 90)))
-    assert lengths.split(1, 2) == (2, pytest.approx(120 / (2 * 90))), (
+    assert lengths.split(1, 1)[:2] == (2, pytest.approx(160 / (2 * 90)))
+    assert lengths.split(1, 2)[:2] == (2, pytest.approx(120 / (2 * 90))), (
         "the slower rank has the long one and three others"
     )
     by_samples = replace(lengths, by_tokens=False)
-    assert by_samples.split(4, 1) == (2, pytest.approx(160 / (2 * 4 * 90)))
+    assert by_samples.split(4, 1)[:2] == (2, pytest.approx(160 / (2 * 4 * 90)))
     assert by_samples.num_tokens == 160
 
 

@@ -74,13 +74,15 @@ def test_every_sample_runs_once_within_the_limit_on_every_rank(ranks, limit, sch
         assert sorted(row for rows in cut for row in rows) == list(range(len(lengths)))
         assert all(cut)
         assert len(cut) <= sum(numbers)
-        for start, end in pairwise(accumulate(numbers, initial=0)):
+        for told, (start, end) in zip(steps, pairwise(accumulate(numbers, initial=0)), strict=True):
             step = cut[start:end]
             rows, longest = (
                 max(map(len, step), default=0),
                 max((lengths[row] for each in step for row in each), default=0),
             )
             assert rows <= (max_rows or rows)
+            assert rows <= told.rows
+            assert longest <= told.length
             assert rows * longest <= (max_tokens or rows * longest)
 
 

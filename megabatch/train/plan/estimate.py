@@ -275,9 +275,10 @@ def _offloaded_bytes(choice: Choice, sizes: ModelSizes) -> float:
 
 def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens: int, device: Device) -> Estimate:
     """Return the cost of a choice on a pipeline's first rank or its last: the larger memory, the longer time."""
-    first, last = (estimate_cost(choice, each, length_tokens, device) for each in ends)
+    step = choice.largest_step
+    first, last = (estimate_cost(step, each, length_tokens, device) for each in ends)
     sizes, share = ends[0], cast(PipelineShare, ends[0].pipeline)
-    num, compute_seconds = choice.num_microbatches, max(first.compute_seconds, last.compute_seconds)
+    num, compute_seconds = step.num_microbatches, max(first.compute_seconds, last.compute_seconds)
     message_bytes = _boundary_bytes(choice, sizes, length_tokens)
     next_rank = sizes.num_shards * sizes.num_copies * sizes.num_cut
     message = message_seconds(message_bytes, [0, next_rank], device) / compute_seconds * num
@@ -286,13 +287,14 @@ def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens:
         estimate_bubble(*order, recomputes=bool(choice.recompute), message=each) for each in (0.0, round(message, 2))
     )
     worst = max(first, last, key=lambda each: each.peak_bytes)
+    more = choice.num_largest
     return Estimate(
         worst.peak_bytes,
-        worst.sent_bytes + num * message_bytes,
-        compute_seconds,
+        worst.sent_bytes + choice.num_microbatches * message_bytes,
+        more * compute_seconds,
         max(first.traffic_seconds, last.traffic_seconds),
-        max(first.awaited_seconds, last.awaited_seconds) + (bubble - alone) * compute_seconds,
-        alone,
+        more * max(first.awaited_seconds, last.awaited_seconds) + choice.bubbles * (bubble - alone) * compute_seconds,
+        alone * choice.bubbles / more,
     )
 
 

@@ -1,16 +1,18 @@
 """Grid: the configurations of one update that a plan compares. All of them compute the same gradient."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from statistics import mean
+from typing import NamedTuple
 
-from megabatch import plan
+from megabatch import Plan, plan
+from megabatch.pipeline import plan_steps
 from megabatch.planning import best_fit
-from megabatch.train.config import Config
+from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.config.batch_size import sizes_of
-from megabatch.train.parallel.pipeline_stages import filled_up
+from megabatch.train.parallel.pipeline_stages import filled_up, per_rank
 
 GATHER_ONCE = "gather_once"
 FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")  # torch's other optimizers are fused on CPUs only
@@ -35,6 +37,18 @@ class Choice:
     recompute: bool | str  # activations in the backward; "selective" keeps some
     fused: bool  # the optimizer; the same in all choices of a plan
     fill: float = 1.0  # mean tokens of a microbatch, by those of as many of the longest samples
+    num_together: int = 0  # of a pipeline: microbatches of its largest schedule step; 0: all run together
+    bubbles: float = 1.0  # of a pipeline: waits of its schedule steps, by that of one step of mean microbatches
+
+    @property
+    def largest_step(self) -> "Choice":
+        """The same choice with the microbatches that a pipeline runs together, which its memory depends on."""
+        return replace(self, num_microbatches=self.num_together, num_together=0) if self.num_together else self
+
+    @property
+    def num_largest(self) -> float:
+        """Number of largest schedule steps with as many microbatches as the update has."""
+        return self.num_microbatches / self.largest_step.num_microbatches
 
     @property
     def gathers_some(self) -> bool:
@@ -80,6 +94,15 @@ class Choice:
         return self.num_microbatches * self.micro_batch_size * self.fill
 
 
+class Split(NamedTuple):
+    """The microbatches of an update, on average, as `Choice` has them."""
+
+    num_microbatches: int
+    fill: float = 1.0
+    num_together: int = 0
+    bubbles: float = 1.0
+
+
 @dataclass(frozen=True)
 class UpdateLengths:
     """Lengths of the samples of a few updates, and how a recipe splits them."""
@@ -88,33 +111,58 @@ class UpdateLengths:
     longest_tokens: int  # of all samples
     by_tokens: bool  # tokens bound a microbatch, not samples
     one_row: bool  # its samples lie in one row, without padding
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
     def num_tokens(self) -> float:
         """Real tokens of an update."""
         return mean(map(sum, self.updates))
 
-    def split(self, micro_batch_size: int, dp_degree: int) -> tuple[int, float]:
-        """Return the microbatches of an update, and their mean tokens by those of as many of the longest samples."""
+    def split(self, micro_batch_size: int, dp_degree: int) -> Split:
+        """Return the microbatches of an update with at most so many samples, or as many of their longest tokens."""
         most_tokens = micro_batch_size * self.longest_tokens
-        found = [self._split(lengths, micro_batch_size, most_tokens, dp_degree) for lengths in self.updates]
-        num_microbatches = max(1, round(mean(num for num, _ in found)))
-        return num_microbatches, mean(tokens for _, tokens in found) / (num_microbatches * most_tokens)
-
-    def _split(
-        self, lengths: tuple[int, ...], micro_batch_size: int, most_tokens: int, dp_degree: int
-    ) -> tuple[int, int]:
-        """Return the microbatches of one update, and the tokens that the slowest rank computes."""
         rows, tokens = (None, most_tokens) if self.by_tokens else (micro_batch_size, None)
-        ranks = plan(lengths, dp_degree=dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
-        if not self.one_row:
-            return ranks[0].num_microbatches, max(rank.padded_tokens for rank in ranks)
+        shares = [
+            plan(lengths, dp_degree=dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
+            for lengths in self.updates
+        ]
+        if self.parallel.pp > 1:
+            return self._split_in_steps(shares, rows, most_tokens)
+        found = [self._count_microbatches(ranks, most_tokens) for ranks in shares]
+        num_microbatches = max(1, round(mean(num for num, _ in found)))
+        return Split(num_microbatches, mean(tokens for _, tokens in found) / (num_microbatches * most_tokens))
+
+    def _count_microbatches(self, ranks: Sequence[Plan], most_tokens: int) -> tuple[int, int]:
+        """Return the microbatches of one update, and the tokens that the slowest rank computes."""
         num_microbatches = ranks[0].num_microbatches
+        if not self.one_row:
+            return num_microbatches, max(rank.padded_tokens for rank in ranks)
         if self.by_tokens:
             num_microbatches = max(
                 len(best_fit([max(1, each) for each in rank.lengths], most_tokens)) for rank in ranks
             )
         return num_microbatches, max(rank.num_tokens for rank in ranks)
+
+    def _split_in_steps(self, shares: Sequence[Sequence[Plan]], max_rows: int | None, most_tokens: int) -> Split:
+        """Return the microbatches of a pipeline, dummy ones included, which all ranks run in the same steps."""
+        parallel = self.parallel
+        updates = [
+            plan_steps(
+                [rank.lengths for rank in ranks],
+                parallel.schedule,
+                parallel.pp,
+                per_rank(parallel),
+                micro_batch_size=max_rows,
+                max_microbatch_tokens=None if max_rows else most_tokens,
+            )
+            for ranks in shares
+        ]
+        num_microbatches = max(1, round(mean(sum(step.num_microbatches for step in steps) for steps in updates)))
+        num_together = min(num_microbatches, max(step.num_microbatches for steps in updates for step in steps))
+        computed = mean(sum(each.num_microbatches * each.rows * each.length for each in steps) for steps in updates)
+        fill = computed / (num_microbatches * most_tokens)
+        filling = mean(sum(each.rows * each.length for each in steps) for steps in updates) / most_tokens
+        return Split(num_microbatches, fill, num_together, filling / fill)
 
 
 @dataclass(frozen=True)
@@ -138,16 +186,15 @@ class Grid:
         for size, sync, reshard, recompute in product(
             self.micro_batch_sizes, self.syncs, self.reshards, self.recomputes
         ):
-            num_microbatches, fill = splits[size]
-            num_microbatches = self.filled(num_microbatches)
+            num_microbatches, *rest = splits[size]
             sync = self.syncs[0] if num_microbatches == 1 else sync  # a single microbatch is reduced at its end anyway
             reshard = reshard and sync != GATHER_ONCE
-            found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused, fill))
+            found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused, *rest))
         return list(dict.fromkeys(found))
 
-    def _split(self, size: int) -> tuple[int, float]:
+    def _split(self, size: int) -> Split:
         if self.lengths is None:
-            return -(-self.samples_per_rank // size), 1.0
+            return Split(self.filled(-(-self.samples_per_rank // size)))
         return self.lengths.split(size, self.dp_degree)
 
 
@@ -182,8 +229,8 @@ def build_grid(
     if "model.activation_checkpointing" in stated or config.model.function is not None:  # a module may not have it
         recomputes = (own,)
     lengths = None
-    if updates and length_tokens is not None and config.parallel.pp == 1:
-        lengths = UpdateLengths(updates, length_tokens, cap is not None, config.update.one_row)
+    if updates and length_tokens is not None:
+        lengths = UpdateLengths(updates, length_tokens, cap is not None, config.update.one_row, config.parallel)
     filled = int if config.parallel.pp == 1 else partial(filled_up, config.parallel)
     return Grid(samples_per_rank, sizes, syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths, filled)
 

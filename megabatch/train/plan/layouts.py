@@ -1,7 +1,6 @@
 """Layouts: the ways to divide a recipe's processes that `megabatch plan --layouts` compares."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -33,8 +32,6 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     left_out: dict[str, str] = {}
     stages = pipeline_degrees(model, config, request)
     proposed = propose_layouts(config.parallel, request, sample.length_tokens, stages)
-    if any(parallel.pp > 1 for parallel in proposed):  # whose samples all count as the longest: then those of all do
-        sample = replace(sample, updates=())
     for parallel in proposed:
         divided = config.model_copy(update={"parallel": parallel})
         try:

@@ -203,9 +203,10 @@ class Simulator:
         """Simulate an update. Raises `MegabatchError` for what fake tensors cannot do."""
         if not self.ends:
             return self._simulate(choice, self.repeats)
-        first, last = (self._simulate_end(choice, end) for end in self.ends)
+        first, last = (self._simulate_end(choice.largest_step, end) for end in self.ends)
         share = self.ends[0].share
-        return join_ranks(first, last, share.schedule, share.num_ranks, share.per_rank)
+        found = join_ranks(first, last, share.schedule, share.num_ranks, share.per_rank)
+        return found.in_schedule_steps(choice.num_largest, choice.bubbles) if choice.num_together else found
 
     @property
     def num_ranks(self) -> int:
@@ -219,7 +220,7 @@ class Simulator:
 
     def num_held(self, choice: Choice) -> float:
         """Return the microbatches whose activations a rank holds at once."""
-        return self.ends[0].share.num_held(choice.num_microbatches) if self.ends else 1.0
+        return self.ends[0].share.num_held(choice.largest_step.num_microbatches) if self.ends else 1.0
 
     def estimate(self, choice: Choice) -> Estimate:
         """Return the cost of a choice in closed form."""
