@@ -24,6 +24,7 @@ from megabatch import GradientAccumulator, MegabatchError
 from megabatch.simulate import device_named, extend
 from megabatch.train.autotune.device_file import device_toml
 from megabatch.train.config import Config, ModelConfig, ParallelConfig
+from megabatch.train.config.contradictions import check_config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
@@ -922,6 +923,7 @@ def test_every_published_run_is_a_recipe_whose_layout_the_trainer_has() -> None:
         layout = layout_of(found.parallel, run.world)
         per_rank = run.micro_batch_size * run.num_microbatches
         assert layout.dp_degree(run.world) * per_rank == found.update.global_batch_size
+        check_config(found)
     assert {run.source for run in RUNS} == SOURCES.keys()
     assert sum(run.is_fitted for run in RUNS) < sum(run.tokens_per_second is not None for run in RUNS) / 2
 
@@ -952,7 +954,10 @@ def test_the_committed_published_runs_are_those_of_the_table_and_are_ranked_as_m
     rows = [Predicted(Published(**row["run"]), **{name: row[name] for name in names}) for row in found["rows"]]
     assert [row.run for row in rows] == list(RUNS)
     assert found["summary"] == summary(rows)
-    assert "right in 5 of 5 pairs" in found["summary"][-2]
+    assert "right in 6 of 6 pairs" in found["summary"][-2]
+    one_each, interleaved = (row for row in rows if row.run.is_ranked_only)
+    published = interleaved.run.tokens_per_second / one_each.run.tokens_per_second
+    assert interleaved.tokens_per_second / one_each.tokens_per_second == pytest.approx(published, rel=0.03)
 
 
 def test_a_key_that_is_chosen_is_said_once() -> None:

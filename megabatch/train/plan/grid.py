@@ -186,10 +186,10 @@ class Grid:
         for size, sync, reshard, recompute in product(
             self.micro_batch_sizes, self.syncs, self.reshards, self.recomputes
         ):
-            num_microbatches, *rest = splits[size]
-            sync = self.syncs[0] if num_microbatches == 1 else sync  # a single microbatch is reduced at its end anyway
+            num, fill, num_together, bubbles = splits[size]
+            sync = self.syncs[0] if num == 1 else sync  # a single microbatch is reduced at its end anyway
             reshard = reshard and sync != GATHER_ONCE
-            found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused, *rest))
+            found.append(Choice(size, num, sync, reshard, recompute, self.fused, fill, num_together, bubbles))
         return list(dict.fromkeys(found))
 
     def _split(self, size: int) -> Split:

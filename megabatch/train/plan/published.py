@@ -71,6 +71,12 @@ SOURCES = {
         "torchtitan, Llama 2 on 64 A100, 2024",
         "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md",
     ),
+    "titan3d": Source(
+        "torchtitan, Llama 3.1 405B on 512 H100 with 96 GB, 2024-12",
+        "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
+        "as many microbatches as ranks of the pipeline, two stages a rank where it is interleaved; float8 products, "
+        "asynchronous tensor parallelism and sharded logits are not simulated, so that only the order is compared",
+    ),
     "29425": Source(
         "memory table of huggingface/transformers 29425, and accelerate's page on gradient synchronization, 2024-03",
         "https://github.com/huggingface/transformers/issues/29425",
@@ -98,6 +104,7 @@ MODELS = {
     "Llama 3 8B": _llama(4096, 32, 32, 8, 14336),
     "Llama 3 13B": _llama(5120, 40, 40, 8, 17920),
     "Llama 3 70B": _llama(8192, 80, 64, 8, 28672),
+    "Llama 3 405B": _llama(16384, 126, 128, 8, 53248),
     "Llama 2 7B": _llama(4096, 32, 32, 32, 11008, 32000),
     "Llama 2 13B": _llama(5120, 40, 40, 40, 13824, 32000),
     "CodeLlama 34B": _llama(8192, 48, 64, 8, 22016, 32000),
@@ -135,11 +142,19 @@ class Published:
     dtype: str = "mixed"  # float32 weights and bfloat16 layers, or "bfloat16"
     tp: int = 1
     replicas: int = 1
+    pp: int = 1
+    schedule: str = "1F1B"
     ranks_per_node: int = 8
     has_whole_logits: bool = False  # the loss takes the logits of a microbatch at once
     eight_bit: bool = False  # states of the optimizer
     is_compiled: bool = False
     is_fitted: bool = False  # `Device.efficiency` was chosen by it
+    is_ranked_only: bool = False  # it has what a plan cannot simulate, as has the run that it is compared with
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks with samples of their own."""
+        return self.world // (self.tp * self.pp)
 
 
 def _kempner(
@@ -158,6 +173,13 @@ def _mpt_run(
     return Published(
         "mpt", f"MPT {model}", device, world, length, size, number, None, rate, recompute=recompute, **more
     )
+
+
+def _pipeline_run(schedule: str, rate: float) -> Published:
+    return Published(
+        "titan3d", "Llama 3 405B", "h100-80g", 512, 8192, 4, 8, None, rate, sync="last", tp=8, pp=8, schedule=schedule,
+        is_ranked_only=True,
+    )  # fmt: skip
 
 
 def _report(model: str, number: int, sync: str, gib: float | str, **more: Any) -> Published:
@@ -196,6 +218,8 @@ RUNS = (
     ),
     Published("fms", "CodeLlama 34B", "a100-80g", 128, 4096, 2, 1, None, 700, is_compiled=True),
     Published("titan", "Llama 2 13B", "a100-80g", 64, 4096, 2, 1, None, 2162, recompute=False, is_compiled=True),
+    _pipeline_run("1F1B", 100),
+    _pipeline_run("Interleaved1F1B", 128),
     _report("CodeLlama 34B", 1, "every", 55),
     _report("CodeLlama 34B", 2, "last", OUT_OF_MEMORY),
     _report("CodeLlama 34B", 16, "every", 55),
@@ -256,7 +280,7 @@ def predict(run: Published) -> Predicted:
         needed_bytes = reserved_bytes(found)
         fits, _ = judge_memory(found, limit_bytes, needed_bytes)
         num_bytes = needed_bytes if SOURCES[run.source].is_reserved else found.peak_bytes
-    tokens = run.micro_batch_size * run.num_microbatches * run.length_tokens / run.tp
+    tokens = run.micro_batch_size * run.num_microbatches * run.length_tokens * run.dp_degree / run.world
     return Predicted(run, fits, num_bytes / GIB, tokens / found.seconds, found.bound)
 
 
@@ -269,8 +293,9 @@ def simulate_published(run: Published) -> tuple[Simulated, int]:
         simulator = replace(simulator, divide=divide_as_kempner)
     is_fused = run.source != "29425"
     choice = Choice(
-        run.micro_batch_size, run.num_microbatches, run.sync, reshard=True, recompute=run.recompute, fused=is_fused
-    )
+        run.micro_batch_size, run.num_microbatches, run.sync, reshard=run.pp == 1, recompute=run.recompute,
+        fused=is_fused,
+    )  # fmt: skip
     return simulator.simulate(choice), request.limit_bytes
 
 
@@ -288,7 +313,7 @@ def recipe_of(run: Published) -> Config:
         "model": model,
         "data": {"path": "none", "pack_tokens": run.length_tokens},
         "update": {
-            "global_batch_size": run.micro_batch_size * run.num_microbatches * run.world // run.tp,
+            "global_batch_size": run.micro_batch_size * run.num_microbatches * run.dp_degree,
             "micro_batch_size": run.micro_batch_size,
             **({} if is_mixed or SOURCES[run.source].is_reserved else {"accumulate_dtype": "float32"}),
         },
@@ -296,6 +321,7 @@ def recipe_of(run: Published) -> Config:
         "parallel": {
             **({"wrapper": "fsdp2"} if run.world > 1 or run.source == "kempner" else {}),
             **({"tp": run.tp, "sequence_parallel": True} if run.tp > 1 else {}),
+            **({"pp": run.pp, "schedule": run.schedule} if run.pp > 1 else {}),
             **({"dp_replicate": run.replicas, "dp_shard": run.world // run.replicas} if run.replicas > 1 else {}),
         },
         "loss": {"function": f"{__name__}:whole_logits"} if run.has_whole_logits else {},
@@ -361,9 +387,10 @@ def _table(rows: Iterable[Predicted]) -> Table:
 
 def layout_of(run: Published) -> str:
     """Return how a run is sharded and cut, in words."""
-    degrees = {"replicas": run.replicas, "fsdp": run.world // run.tp // run.replicas, "tp": run.tp}
+    degrees = {"replicas": run.replicas, "fsdp": run.dp_degree // run.replicas, "tp": run.tp, "pp": run.pp}
     mesh = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
     recompute = ", recomputed" if run.recompute else ""
+    mesh += f" ({run.schedule})" if run.pp > 1 else ""
     return f"{mesh}, {run.num_microbatches} x ({run.micro_batch_size} x {run.length_tokens}){recompute}"
 
 
@@ -373,7 +400,8 @@ def _ratio(ratio: float | None) -> str:
 
 def summary(rows: list[Predicted]) -> list[str]:
     """Return the lines that sum up the ratios; fitted runs are counted apart."""
-    speeds = {fitted: [row.speed_ratio for row in rows if row.run.is_fitted == fitted] for fitted in (True, False)}
+    whole = [row for row in rows if not row.run.is_ranked_only]
+    speeds = {fitted: [row.speed_ratio for row in whole if row.run.is_fitted == fitted] for fitted in (True, False)}
     lines = [
         f"{name}: {_spread([each for each in ratios if each is not None])}"
         for name, ratios in (
@@ -386,7 +414,7 @@ def summary(rows: list[Predicted]) -> list[str]:
     pairs = _pairs_of_layouts(rows)
     ranked = [_ranks_as_published(one, other) for one, other in pairs]
     apart = sum(not (one.run.is_fitted or other.run.is_fitted) for one, other in pairs)
-    verdicts = [(row.run.gib == OUT_OF_MEMORY) == (row.fits == NO) for row in rows]
+    verdicts = [(row.run.gib == OUT_OF_MEMORY) == (row.fits == NO) for row in whole]
     return [
         *lines,
         f"the faster of two layouts: right in {sum(ranked)} of {len(pairs)} pairs, {apart} without a fitted run",

@@ -322,6 +322,8 @@ class Simulator:
             layers = stages.model.get_submodule(_stack_of(stages.model))  # under their numbers in the whole model
             for name in [name for name, _ in layers.named_children()][num_layers:]:
                 delattr(layers, name)
+            (part,) = stages.parts
+            stages = replace(stages, parts=[replace(part, layers=part.layers[:num_layers])])
         return stages
 
     def cut(self, model: nn.Module, config: Config, ranks: Ranks) -> Stages:
