@@ -60,9 +60,12 @@ from megabatch.wrappers.gradients import (
 )
 from megabatch.wrappers.mesh import num_collectives
 
-MAX_COMPARED_CALLS = 8  # in which ranks compare each collective; a loss that is made anew for each call is always new
+MAX_COMPARED_CALLS = 8  # calls in which ranks compare each collective: a loss made anew for each call is always new
 MAX_RUNS = 3  # of an update with same_bits="proved"; the second is always exact where kernels are deterministic
-LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
+LOST = (
+    "an update was lost when one of its calls failed or other code took its gradient; the sums of its other calls are "
+    "dropped"
+)
 
 
 class _Call(NamedTuple):
@@ -165,7 +168,7 @@ class GradientAccumulator:
         new_planner, self._new_update, new_gradients = MicrobatchPlanner, OpenUpdate, WideGradients
         self._same_bits = bool(same_bits)
         self._proof: Any = None  # a ProvedGradients, with same_bits="proved"
-        # With it, the calls of the open update, which may have to run again: arguments, and the sums returned.
+        # The calls of the open update with same_bits="proved", which may run again: arguments and returned sums.
         self._calls: list[tuple[Batch, LossFunction | JointLoss, Plan | None, dict[str, Term]]] = []
         if same_bits:
             from megabatch.engine import same_bits as exact
@@ -195,7 +198,7 @@ class GradientAccumulator:
 
             self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, memory_bytes)
         elif memory_bytes is not None:
-            raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out')
+            raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a limit is given; leave one out')
         self._meter: Any = None  # a CostMeter, with cost="measure"
         if measures_cost:
             self._refuse_same_bits('cost="measure"')
@@ -216,8 +219,8 @@ class GradientAccumulator:
 
             self._shapes = FewShapes(shapes, model, self._wrapper, self._planner, self._wide, padding)
         self._ownership = Ownership(self._wrapper)
-        self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # make a dummy microbatch, by loss
-        self._was_finite: Tensor | bool = True  # whether that earlier update was finite
+        self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # by loss, makes a dummy
+        self._was_finite: Tensor | bool = True  # False if the update of these samples was not finite
         self._stepping: StepInBackward | None = None
         self.steps_in_backward = False  # if True, `finalize` can no longer scale a gradient
         self._open: OpenUpdate | None = None
@@ -509,6 +512,8 @@ class GradientAccumulator:
             with contextlib.ExitStack() as stack:
                 if self._padding.takes_mask:
                     stack.enter_context(self._padding.watched())
+                if self._is_packed:
+                    stack.enter_context(watched(self.model, agreement.num_microbatches))
                 if self._sharing is not None and prepared.plan.shared:
                     stack.enter_context(self._sharing.computing(self.model))
                 stack.enter_context(random_state.replay(random_state.note(wrapper.device)))
@@ -541,12 +546,13 @@ class GradientAccumulator:
             LossContractError: A loss that breaks its contract.
             MegabatchError: A call inside another one, or an update that was lost or changed by other code.
         """
-        chooses_shapes = self._shapes is not None and not self._shapes.is_settled  # by the limit
-        is_open = self._planner.fit is None or isinstance(loss_fn, JointLoss) or chooses_shapes
-        if self._tuner is not None and is_open and not (self._running or self._is_lost or self._loop):
-            self.tune(batch, loss_fn)
-        if chooses_shapes and not (self._running or self._is_lost or self._loop):
-            self._choose_shapes(batch, loss_fn)
+        chooses_shapes = self._shapes is not None and not self._shapes.is_settled
+        if not (self._running or self._is_lost or self._loop):  # else `_open_call` raises
+            is_limit_open = self._planner.fit is None or isinstance(loss_fn, JointLoss) or chooses_shapes
+            if self._tuner is not None and is_limit_open:
+                self.tune(batch, loss_fn)
+            if chooses_shapes:  # by the limit
+                self._choose_shapes(batch, loss_fn)
         sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan, tunes=True) as call:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
@@ -562,10 +568,11 @@ class GradientAccumulator:
                         for part in self._run_step(step, loss_fn, call):
                             add_terms(sums, part)
                         del step  # with its microbatch, before the next is made
-        told = {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
+        returned = {name: Term(total, torch.as_tensor(weight, dtype=total.dtype))
+                    for name, (total, weight) in sums.items()}  # fmt: skip
         if self._proof is not None:
-            self._calls.append((batch, loss_fn, plan, told))
-        return told
+            self._calls.append((batch, loss_fn, plan, returned))
+        return returned
 
     def _choose_shapes(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the shapes of later calls, and try them in updates of their own, which leave nothing behind."""
@@ -674,7 +681,7 @@ class GradientAccumulator:
                 'same_bits="proved" and microbatches(), whose loop cannot run again; use forward_backward, or '
                 "same_bits=True"
             )
-        body = GradientAccumulator.microbatches if weigh is None else weigh  # the body of the loop has no name
+        body = GradientAccumulator.microbatches if weigh is None else weigh  # this loop's key among losses
         with self._guarded(), self._open_call(batch, body, LossHooks(weigh)) as call:
             call.opened.count_call(call.agreement)
             self._given = call.given
@@ -718,13 +725,13 @@ class GradientAccumulator:
         """
         from megabatch.engine.user_loop import read_request
 
-        if self._loop is None:
-            self._check_can_loop(index)
         request, failure = None, None
-        try:
+        try:  # an error of one rank is raised on all, since the others already wait for its message
+            if self._loop is None:
+                self._check_can_loop(index)
             request = read_request(of, sum_over, mean_over, update_weight, divided)
         except MegabatchError as error:
-            failure = error  # the other ranks must know
+            failure = error
         if self._loop is None:
             self._open_loop(request, failure)
         loop: Any = self._loop
@@ -738,7 +745,6 @@ class GradientAccumulator:
                     yield part
         except BaseException:
             if self._loop is loop:  # else the body has discarded the update
-                self._is_lost = index > 0
                 self._abandon()
             raise
 
@@ -786,7 +792,7 @@ class GradientAccumulator:
             planner = cast(Any, planner).with_lengths_of_all(batch)
         tried = ownership.tried.get(loss_fn)  # None for a new loss
         if wrapper.forwards_meet:
-            wrapper.reshard()  # a forward of the user's leaves weights gathered, of before the optimizer's step perhaps
+            wrapper.reshard()  # a forward without a backward leaves weights gathered, perhaps those before the step
             order.wants_comparison = tried is None and self._compares_new(loss_fn)
         try:
             ownership.check()
@@ -814,7 +820,7 @@ class GradientAccumulator:
                 self._wide.discard()
             raise
         if agreement.is_outgrown:
-            prepared = None  # whose memory is not to be measured
+            prepared = None  # its memory is not to be measured
             self._planner = cast(Any, self._tuner).fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
             with self._open_call(batch, loss_fn, hooks, given) as call:
@@ -908,7 +914,7 @@ class GradientAccumulator:
         raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
 
     def _dummy_in_shape(self, samples: Samples) -> Microbatch:
-        return cast(Any, self._planner).dummy(samples)  # the shapes of now, which a lower limit may have changed
+        return cast(Any, self._planner).dummy(samples)  # asked now, since a lower limit may have changed the shapes
 
     def _recall(self, loss_fn: object) -> Microbatch | None:
         """Return a dummy microbatch from an earlier call with the same loss, for a rank without samples.
@@ -968,8 +974,7 @@ class GradientAccumulator:
             raise MegabatchError(f"{LOST}; give its samples again")
         if self._open is None or self._running:
             raise MegabatchError(
-                "finalize() closes the update that forward_backward() opened; none is open, "
-                "and one that was left half-way is forgotten"
+                "finalize() was called and no update is open: call forward_backward() before, and again if it raised"
             )
         check_positive(max_norm=max_norm, weight=weight)
         if self._loop is not None:
@@ -1004,32 +1009,36 @@ class GradientAccumulator:
         self._wide.finish()
         self._was_finite, self._loop, self._calls = update.finite, None, []
         if self._meter is not None and (cost := self._meter.end_update()) != self._planner.cost:
-            self._planner = replace(self._planner, cost=cost)  # and what prepare() has made is thrown away
+            self._planner = replace(self._planner, cost=cost)  # which discards what prepare() has made
         return update
 
     def _run_until_proved(self) -> None:
         """Run the calls of the open update again until float64 has rounded no sum of their gradients. Collective."""
-        for _ in range(MAX_RUNS):
-            assert self._open is not None
+        for run in range(MAX_RUNS):
             with self._guarded():
                 if self._proof.agree_on_units(self.ranks):
                     return
-            calls, told, is_held = self._calls, self._open.told, self._open.is_held
-            self.discard()
-            if is_held:  # open() was called
-                opened = self._begin()
-                opened.told, opened.is_held = told, True
-            for batch, loss_fn, plan, _ in calls:
-                self.forward_backward(batch, loss_fn, plan=plan)
-            pairs = zip(calls, self._calls, strict=True)
-            differ = not all(self._proof.are_same(before, after) for (*_, before), (*_, after) in pairs)
-            if any(row[0] for row in self.ranks.exchange_numbers([differ])):
+            if run == MAX_RUNS - 1 or not self._run_calls_again():
                 break
         self._abandon()
         raise MegabatchError(
-            'same_bits="proved" has run the update again and its loss has other bits; leave the batch as it is until '
-            "finalize(), and use deterministic kernels"
+            'same_bits="proved" has run the update again and its loss or its gradient has other bits; leave the batch '
+            "as it is until finalize(), and use deterministic kernels"
         )
+
+    def _run_calls_again(self) -> bool:
+        """Drop the open update and run its calls again. Return True if all sums have the same bits. Collective."""
+        assert self._open is not None
+        calls, told, is_held = self._calls, self._open.told, self._open.is_held
+        self.discard()
+        if is_held:  # open() was called
+            opened = self._begin()
+            opened.told, opened.is_held = told, True
+        for batch, loss_fn, plan, _ in calls:
+            self.forward_backward(batch, loss_fn, plan=plan)
+        pairs = zip(calls, self._calls, strict=True)
+        differ = not all(self._proof.are_same(before, after) for (*_, before), (*_, after) in pairs)
+        return not any(row[0] for row in self.ranks.exchange_numbers([differ]))
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
         """Close an update: reduce its gradient, then apply the missing factor and the clip."""
@@ -1042,13 +1051,12 @@ class GradientAccumulator:
                 self._wrapper.discard()
             return replace(update, finite=torch.zeros_like(update.finite))
         self._wrapper.finish_update()
-        if max_norm is not None and self._loop is not None and self._loop.loss_scale is not None:
-            scale = self._loop.loss_scale  # by which a GradScaler has multiplied the gradient, and will divide it
-            return update.with_norm(clip_gradients(parameters, max_norm * scale, factor, groups) / scale)
         if max_norm is not None:
+            scale = None if self._loop is None else self._loop.loss_scale  # a GradScaler has multiplied by it
+            limit = max_norm if scale is None else max_norm * scale
             uncounted, exactly = self._wrapper.uncounted, self._same_bits
-            norm = clip_gradients(parameters, max_norm, factor, groups, exactly=exactly, uncounted=uncounted)
-            return update.with_norm(norm)
+            norm = clip_gradients(parameters, limit, factor, groups, exactly=exactly, uncounted=uncounted)
+            return update.with_norm(norm if scale is None else norm / scale)
         # The only pass over gradients, for a weight that was not known before the backward.
         if factor is not None:
             scale_gradients(parameters, factor)
@@ -1065,7 +1073,10 @@ class GradientAccumulator:
             PlanError: The wrapper cannot save an open update.
         """
         if self._running or self._loop is not None:
-            raise MegabatchError("state_dict() was called inside a call, where an update is half done; call it after")
+            raise MegabatchError(
+                "state_dict() was called inside a call, or between two microbatch() of an update; call it after the "
+                "call, or after finalize()"
+            )
         if self._proof is not None:
             if self._open is not None:
                 raise PlanError('same_bits="proved" and state_dict() of an open update; finalize() it before')
@@ -1106,9 +1117,9 @@ class GradientAccumulator:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientAccumulator":
         if self._open is not None or self.ranks.num_all > 1:
-            why = "while an update is open; finalize() it before" if self._open is not None else "among several ranks"
+            why = "with an open update" if self._open is not None else "over several ranks"
             raise MegabatchError(
-                f"there is no copy of a GradientAccumulator {why}, or make a new one for the copied model"
+                f"a GradientAccumulator {why} cannot be copied; make a new one for the copied model, after finalize()"
             )
         made = memo[id(self)] = object.__new__(type(self))
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})

@@ -123,9 +123,10 @@ class GatheredAttention:
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, *,
         scale: float | None = None, dropout: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        """``query`` [B, H, L, D], ``key`` [B, K, L, D], ``value`` [B, K, L, E], where K divides H -> [B, H, L, E].
+        """Return the attention of this rank's queries to the keys of all ranks: [B, H, L, E].
 
-        L are this rank's positions, as `stretch` cuts them, and ``documents`` its ``attention_mask``. Collective.
+        ``query`` is [B, H, L, D], ``key`` [B, K, L, D] and ``value`` [B, K, L, E], where K divides H. L are this rank's
+        positions, as `stretch` cuts them, and ``documents`` its ``attention_mask``. Collective.
         """
         documents = self._checked(query, documents)
         both = _gather(torch.cat([key, value], dim=-1), self.group)  # [B, K, T, D + E]

@@ -17,7 +17,7 @@ IS_CPU = operator.attrgetter("is_cpu")  # of every tensor of a batch
 
 
 class EarlyPreparations:
-    """The batches that are prepared before their calls, the newest ones."""
+    """The newest batches that threads prepare before their calls."""
 
     def __init__(self) -> None:
         self.batches: list[EarlyPreparation] = []

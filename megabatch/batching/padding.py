@@ -34,13 +34,13 @@ from megabatch.torch_private import is_fake, original_of
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
-# Keys in transformers' configs of models that send tokens to experts, which may count them by the mask.
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")  # keys of configs
+# Keys in transformers' configs of models that send tokens to experts, which may count them by the mask.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
 UNMASKED = "convolves over padding"
 POOLED = "pools frames by the padded length"
-MIXES_PADDING = {  # model types and classes of transformers that do not tell; tests/exact/padded.py tries all families
+MIXES_PADDING = {  # model types and classes of transformers, found by trying all families (tests/exact/padded.py)
     "SeamlessM4TConformerEncoder": UNMASKED,
     "SeamlessM4Tv2ConformerEncoder": UNMASKED,
     "T5GemmaForSequenceClassification": "reads the token behind the last",
@@ -201,9 +201,7 @@ class Padding:
         ids = microbatch.get(IDS) if isinstance(microbatch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.is_floating_point() or not ids.numel():
             return
-        if is_fake(ids) or not self._models:
-            return
-        if len(self._models) > 1:  # which of them reads it is not known
+        if is_fake(ids) or len(self._models) != 1:  # which of several models reads them is not known
             return
         if self._vocab_size is not None and int(ids.max()) >= self._vocab_size:
             beyond = set(ids[ids >= self._vocab_size].tolist()) - self._placeholders

@@ -242,6 +242,11 @@ class Samples:
         if self._room >= 0:  # the user's collate function may fill the same buffer again
             self._early[indices] = made if self._collate is None else clone(made)
 
+    def forget_early(self) -> None:
+        """Free the microbatches that were taken before their turn."""
+        self._early.clear()
+        self._room = 0 if self.deferred is None else self.deferred.kept_bytes
+
     def _take_kept(self, indices: Sequence[int]) -> Microbatch:
         """Take a microbatch that outlives the next: the user's collate function may fill the same buffer again."""
         if self._early and (made := self._early.pop(tuple(indices), None)) is not None:
@@ -251,7 +256,7 @@ class Samples:
         return clone(made) if is_ahead and self._collate is not None else made
 
     def copy_last(self) -> "Samples":
-        """Return the last sample, on its own memory, so that keeping it does not keep the batch."""
+        """Return the last sample. Rows of a mapping are copied, so that keeping one does not keep the batch."""
         if self.deferred is not None:
             return self  # of a deferred batch there is no more in memory
         if self._rows is None:

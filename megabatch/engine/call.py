@@ -78,20 +78,22 @@ class PreparedBatch:
         several = self.plan.padded and last in cut[-1]  # in one row, the copies may be longer than the row
         return (last,) * (len(cut[-1]) if several else 1)
 
-    def part(self, rows: tuple[int, ...], weigh: Weigh | None) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
+    def take_part(
+        self, rows: tuple[int, ...], weigh: Weigh | None
+    ) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
         """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
         microbatch = self.samples.take(rows)
         weighed = {} if weigh is None else counted_weights(weigh(microbatch))
         given = None if self.samples.deferred is None or weigh is None else self.samples.deferred.weights
-        return microbatch, weighed if given is None else counted_weights(sum(given[row] for row in rows)), weighed
+        announced = weighed if given is None else counted_weights(sum(given[row] for row in rows))
+        return microbatch, announced, weighed
 
-    def weighed(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
-        """Return the weights that ``weigh`` counts in microbatch ``index``, or in a dummy microbatch after the plan."""
-        are_given = self.samples.deferred is not None and self.samples.deferred.weights is not None
-        if index < len(self.weights) and not are_given:
+    def count_again(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
+        """Return the weights that ``weigh`` counts in a planned microbatch; `Deferred` may have announced others."""
+        if self.samples.deferred is None or self.samples.deferred.weights is None:
             return self.weights[index]
         weights = counted_weights(weigh(microbatch))
-        if are_given and index < len(self.weights) and weights.keys() != {PAIR_NAME}:
+        if weights.keys() != {PAIR_NAME}:
             raise LossContractError(
                 f"weigh names the terms {sorted(weights)} but weights of Deferred have no name; "
                 "return a number from weigh, or leave weights out"
@@ -136,7 +138,12 @@ class MicrobatchPlanner:
         if self.fit is not None:
             rows, tokens = None, self.fit.max_microbatch_tokens
         elif rows is None and tokens is None:
-            rows = self._refuse_unknown_limit(samples)
+            if len(samples):
+                raise PlanError(
+                    'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the limit, '
+                    "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
+                )
+            rows = 1  # without samples any limit does
         check_lengths(lengths, tokens)
         if self.learned is not None and rows is not None:
             rows = min(rows, self.learned.samples)
@@ -154,15 +161,6 @@ class MicrobatchPlanner:
         sync, reason = self.choice
         plan = replace(plan, lengths=tuple(samples.lengths), sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
-
-    def _refuse_unknown_limit(self, samples: Samples) -> int:
-        """Raise `PlanError` if there are samples and the limit is not measured yet; without samples any limit does."""
-        if len(samples):
-            raise PlanError(
-                'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the bound, '
-                "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
-            )
-        return 1
 
     def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
         """Return a planner whose microbatches also respect ``bound``."""
@@ -210,6 +208,7 @@ class MicrobatchPlanner:
             weigh = self.weigh_own(weigh)
         if isinstance(self.collate, OneRow) and plan.microbatches:
             _check_rows(samples, plan, weigh)
+            samples.forget_early()
         samples.shared = plan.shared
         return collate_planned(samples, plan, weigh)
 
@@ -302,7 +301,7 @@ def check_weights_of_stretches(microbatch: Microbatch, weigh: Weigh, degree: int
     parts = [counted_weights(weigh(context_parallel.stretch(microbatch, index, degree))) for index in range(degree)]
     for name, weight in whole.items():
         added = sum(part.get(name, 0.0) for part in parts)
-        if not math.isclose(added, weight, rel_tol=1e-9):
+        if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
             raise LossContractError(
                 f"weigh counts {weight:g} in whole sequences and {added:g} in their {degree} stretches; under cp count "
                 "positions (of shift_labels, say), not samples, which every rank sees"
@@ -530,11 +529,13 @@ def iterate_steps(
                 microbatch = agreement.dummy()
             else:
                 microbatch = next(real)
-            announced = {} if weigh is None or is_dummy else prepared.weights[index]
-            weighed = announced
-            if weigh is not None and (is_dummy or samples.deferred is not None):
-                weighed = prepared.weighed(index, microbatch, weigh)
-                announced = weighed if is_dummy else announced
+            if weigh is None:
+                announced = weighed = {}
+            elif is_dummy:
+                announced = weighed = counted_weights(weigh(microbatch))
+            else:
+                announced = prepared.weights[index]
+                weighed = announced if samples.deferred is None else prepared.count_again(index, microbatch, weigh)
             is_last = index == agreement.num_microbatches - 1
             with wrapper.microbatch(prepared.plan.sync, last=is_last) if trains else contextlib.nullcontext():
                 wrapper.is_counting = not is_dummy

@@ -225,9 +225,7 @@ def _encode(call: CoupledCall) -> list[Encoded]:
     with torch.no_grad(), contextlib.closing(call.microbatches()) as microbatches:
         for microbatch in microbatches:
             random = random_state.note(call.wrapper.device)
-            moved = to_device(microbatch, call.wrapper.device)
-            if call.prepared.samples.shared:
-                moved = call.prepared.samples.owned(microbatch, moved)
+            moved = call.prepared.samples.owned(microbatch, to_device(microbatch, call.wrapper.device))
             encodings.append(keep_encoding(call.joint.encode(call.model, moved), random))
             del microbatch, moved  # before the next is made
     return encodings

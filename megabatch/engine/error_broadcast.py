@@ -1,6 +1,7 @@
-"""Broadcast of a rank's error: a rank that others wait for sends them its error, and all raise it.
+"""Broadcast of errors: a rank that others wait for sends them its error, and all raise it.
 
-Memory ran out, DDP waits for a gradient that never comes, or the body of a user's own microbatch failed.
+It is used when memory runs out, when DDP waits for a gradient that never comes, and when the body of a user's own
+microbatch fails.
 
 A collective that one rank has left half-way cannot be canceled, so the update is lost, and the processes too if one of
 them waits there. The message goes through the store with which the ranks started. The store's host may be gone or
@@ -29,7 +30,7 @@ NO_MEMORY = re.compile(  # where the type of an error does not say it
     r"|miopenStatusAllocFailed|(cuda|hip) failure:? ?\d* ?'out of memory'",  # the last of NCCL and RCCL
     re.IGNORECASE,
 )
-NUMBER, TOLD, HEARD = "megabatch: alarms", "megabatch: told", "megabatch: heard"  # keys of the store
+NUMBER, TOLD, HEARD = "megabatch: broadcasts", "megabatch: told", "megabatch: heard"  # keys of the store
 STORE_FAILS = (RuntimeError, ValueError)  # it went away with the rank that held it, or with the process group
 SECONDS_TO_LOOK = 0.5  # from one look into the store to the next
 SECONDS_TO_ANSWER = 1.0  # which the store has
@@ -38,20 +39,20 @@ SECONDS_TO_WAKE = 3.0  # after which a collective that has not broken by itself 
 
 
 class ErrorBroadcast:
-    """Told by one rank, heard by the others within `SECONDS_TO_HEAR`, wherever they wait.
+    """Sends this rank's error to the other ranks, which raise it within `SECONDS_TO_HEAR`, wherever they wait.
 
-    Made on all ranks together, with one small message: those of another group in the job do not hear it.
+    The constructor is collective and exchanges one small message. Ranks of other groups in the job do not hear it.
     """
 
     def __init__(self, ranks: DataRanks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
         self._heard: str | None = None  # the received message
-        self._num_outlived = 0  # errors of bodies that ranks have told each other, after which a program may go on
+        self._num_survived = 0  # errors of bodies that ranks have told each other, after which a program may go on
         self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
         number = 0.0
         with contextlib.suppress(*STORE_FAILS):
             number = float(_store_of_process().add(NUMBER, 1))
-        (self._number,) = max(ranks.exchange_numbers([number]))  # the job has no other alarm of this number
+        (self._number,) = max(ranks.exchange_numbers([number]))  # the job has no other broadcast of this number
 
     @contextlib.contextmanager
     def listening(self, body: str | None = None) -> Generator[None]:
@@ -60,7 +61,7 @@ class ErrorBroadcast:
         ``body`` is the name of code of the user's: the other ranks are then told any error in it.
         """
         ended = threading.Event()
-        listener = threading.Thread(target=self._listen, args=(ended,), name="megabatch-alarm", daemon=True)
+        listener = threading.Thread(target=self._listen, args=(ended,), name="megabatch-errors", daemon=True)
         listener.start()
         try:
             yield
@@ -74,13 +75,13 @@ class ErrorBroadcast:
                 ended.set()
                 self._has_ended(listener)
         if self._heard is not None:
-            raise self._leaving(self._heard)
+            raise self._stop_with(self._heard)
 
     def check(self) -> None:
         """Raise the `MegabatchError` of another rank that has told its error by now."""
         self._in_a_thread(self._look, SECONDS_TO_ANSWER)
         if self._heard is not None:
-            raise self._leaving(self._heard)
+            raise self._stop_with(self._heard)
 
     def _cause(self, error: Exception, body: str | None, *, answers: bool) -> Exception:
         """Return the reason why this rank must stop. Send it to the other ranks if this rank is the first to know."""
@@ -96,13 +97,13 @@ class ErrorBroadcast:
         if self._heard is None and answers and not is_own:
             self._in_a_thread(self._look, SECONDS_TO_ANSWER)
         if self._heard is not None and not is_own:
-            return self._leaving(self._heard)
+            return self._stop_with(self._heard)
         if is_own:  # of all ranks perhaps, which then go on
             if self._heard is None:
                 who = whoever_runs(self._ranks.num_all)
                 told = f"{who} failed in {body} ({in_one_line(error)}); mend that, and start the update again"
                 self._tell(told, None, is_of_body=True)
-            self._heard, self._num_outlived = None, self._num_outlived + 1
+            self._heard, self._num_survived = None, self._num_survived + 1
         return error
 
     def _tell(self, text: str, shortage: Shortage | None, *, is_of_body: bool = False) -> None:
@@ -134,13 +135,13 @@ class ErrorBroadcast:
             self._heard = store.get(self._key(TOLD)).decode()
             store.add(self._key(HEARD), 1)
 
-    def _leaving(self, told: str) -> MegabatchError:
+    def _stop_with(self, told: str) -> MegabatchError:
         """Return the received message as an error. Abort collectives that wait on a device."""
         if self._device.type != "cpu":
             _abort()
         text, shortage, is_of_body = json.loads(told)
         if is_of_body:
-            self._heard, self._num_outlived = None, self._num_outlived + 1
+            self._heard, self._num_survived = None, self._num_survived + 1
         heard = MegabatchError(text)
         if shortage is not None:
             rank, samples, bound = shortage
@@ -152,7 +153,7 @@ class ErrorBroadcast:
             with contextlib.suppress(*STORE_FAILS):
                 work()
 
-        thread = threading.Thread(target=quiet, name="megabatch-alarm", daemon=True)
+        thread = threading.Thread(target=quiet, name="megabatch-errors", daemon=True)
         thread.start()
         self._has_ended(thread, seconds)
 
@@ -164,7 +165,7 @@ class ErrorBroadcast:
         return not thread.is_alive()
 
     def _key(self, name: str) -> str:
-        return f"{name} ({self._number:.0f}, {self._num_outlived})"
+        return f"{name} ({self._number:.0f}, {self._num_survived})"
 
     def _store(self) -> Any:
         own = self._own
@@ -231,7 +232,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def rank_of_process() -> int:
-    """Among all of the job."""
+    """Return the rank of this process in the job, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

@@ -143,7 +143,7 @@ class OOMRetry:
         self, step: MicrobatchStep, rows: Rows, wanted: Sequence[nn.Parameter] | None, retold: Mapping[str, int]
     ) -> PartStep:
         try:
-            microbatch, announced, weighed = self._prepared.part(rows, self._weigh)
+            microbatch, announced, weighed = self._prepared.take_part(rows, self._weigh)
             microbatch = self._prepared.samples.owned(microbatch, to_device(microbatch, self._wrapper.device))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -183,7 +183,7 @@ class OOMRetry:
 
     def _adds_up(self, step: MicrobatchStep, rows: Rows) -> bool:
         """Return True if the weights of the halves add up to the weight that was announced to the ranks."""
-        weights = [self._prepared.part(half, self._weigh)[1] for half in split_in_halves(rows)]
+        weights = [self._prepared.take_part(half, self._weigh)[1] for half in split_in_halves(rows)]
         if any(each.keys() != step.announced.keys() for each in weights):
             return False
         sums = {name: sum(each[name] for each in weights) for name in step.announced}

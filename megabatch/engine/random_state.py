@@ -50,7 +50,7 @@ def replay(state: RandomState) -> Generator[None]:
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # of which there is only one
+    return () if device.type == "mps" else (device,)  # there is one MPS device only
 
 
 def _known(state: Tensor | None) -> Tensor:

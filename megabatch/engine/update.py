@@ -35,10 +35,15 @@ from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import drop_gradients, refuse_float16, separate_gradients
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
-TAKEN = 2.0  # in a report, in place of the flag "weights differ": the gradient was changed between two calls
-MISCOUNTED, MULTIPLIED = 3.0, 4.0  # as well, of microbatch(): its update_weight is another, and its loss was changed
-NUMBERS = ("num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted")
-KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # attributes in the state_dict of an open update
+# Codes in a report, in place of the flag "weights differ" (1.0):
+TAKEN = 2.0  # other code changed the gradient between two calls
+MISCOUNTED = 3.0  # update_weight= of microbatch() is not the sum of its weights
+MULTIPLIED = 4.0  # a loss was multiplied after scale()
+# Attributes in the state_dict of an open update:
+SAVED = (
+    "num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted", "_divisors", "_announced",
+    "_all_announced",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -187,14 +192,14 @@ class OpenUpdate:
         """Return the state between two calls, as numbers and strings. Wait for the device."""
         sums = {name: [float(term.total), float(term.weight)] for name, term in self._sums.items()}
         found = {"sums": sums, "differ": bool(self._differ), "differentiable": sorted(self._differentiable)}
-        return found | {name: copy.deepcopy(vars(self)[name]) for name in KEPT} | {"told": self.told.copy()}
+        return found | {name: copy.deepcopy(vars(self)[name]) for name in SAVED} | {"told": self.told.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that the same rank has saved."""
         self._sums = {name: Term(self._scalar(total), weight) for name, (total, weight) in state["sums"].items()}
         self._differ, self._differentiable = state["differ"], set(state["differentiable"])
         self.told = dict(state.get("told", {}))
-        vars(self).update({name: copy.deepcopy(state[name]) for name in KEPT}, is_continued=True)
+        vars(self).update({name: copy.deepcopy(state[name]) for name in SAVED}, is_continued=True)
 
     def count_call(self, call: CallAgreement) -> None:
         """Add the plan of the next call to the counts and the announced weights."""
@@ -230,7 +235,7 @@ class OpenUpdate:
                 name: Term(divided[name].total.detach().requires_grad_(), divided[name].weight) for name in named
             }
         for name in named:
-            factor = scale * (_of(self._divisors, name) or 1.0)
+            factor = scale * (_weight_of(self._divisors, name) or 1.0)
             if math.isfinite(factor):
                 divided[name] = Term(divided[name].total * factor, divided[name].weight)
         return divided
@@ -332,7 +337,7 @@ class OpenUpdate:
         if any(terms[name].total.dtype == torch.float16 for name in names):
             refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
         share = 0.0 if step.is_dummy else self._wrapper.loss_factor
-        parts = [terms[name].total * (share / (_of(self._divisors, name) or 1.0)) for name in names]
+        parts = [terms[name].total * (share / (_weight_of(self._divisors, name) or 1.0)) for name in names]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
     def add(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
@@ -347,7 +352,7 @@ class OpenUpdate:
         detached = {name: Term(term.total.detach().to(self._dtype), term.weight) for name, term in terms.items()}
         add_terms(self._sums, detached)
         for name in differentiable(terms):
-            counted, returned = _of(step.announced, name), terms[name].weight
+            counted, returned = _weight_of(step.announced, name), terms[name].weight
             if counted is None:
                 continue
             differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
@@ -414,7 +419,7 @@ class OpenUpdate:
             loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # NaN without any weight
             # A total that is not finite and has no weight, and a total without a weight.
             agree = agree & torch.isfinite(totals[:num_own]).all() & ~torch.isinf(quotients[:num_own]).any()
-        told = {name: (known, _returned(name, names, weights)) for name, known in self.told.items()}
+        told = {name: (known, _returned_weight(name, names, weights)) for name, known in self.told.items()}
         for known, returned in told.values():
             agree = agree & ~_differs(returned, known)
         whole = weights[0] if num_own else torch.zeros_like(loss)
@@ -436,15 +441,18 @@ class OpenUpdate:
         return update, self._missing_factor(own, whole, weight)
 
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
+        """Return the factor that the gradient lacks: its divisor over the weight. 0.0: no weight. None: no factor."""
         if not terms:
             return 0.0
         if self.told:  # each total was divided by its own divisor
             return None if any(self.told.values()) else 0.0
         if len(terms) > 1:  # the same, in the only call
             return None if any(any(each.values()) for each in self._announced) else 0.0
-        divisor = _of(self._divisors, terms[0]) or 1.0
-        counted = [_of(each, terms[0]) for each in self._announced] if self._all_announced else [None]
-        known = weight if weight is not None else None if None in counted else sum(each or 0.0 for each in counted)
+        divisor = _weight_of(self._divisors, terms[0]) or 1.0
+        known = weight
+        if known is None and self._all_announced:
+            counted = [_weight_of(each, terms[0]) for each in self._announced]
+            known = None if None in counted else sum(each or 0.0 for each in counted)
         if known is None and self._device.type != "cpu":  # reading it would wait for the device
             return torch.where(whole > 0, divisor / whole, 0.0)
         known = float(whole) if known is None else known
@@ -452,6 +460,7 @@ class OpenUpdate:
         return None if factor == 1.0 else factor
 
     def _check_terms(self, names: list[str], step: MicrobatchStep) -> None:
+        """Raise `LossContractError` unless each differentiable term has a weight of its own."""
         if not names:
             raise LossContractError(
                 "no total of the loss carries a gradient; compute one from the model's output, undetached"
@@ -465,7 +474,7 @@ class OpenUpdate:
                 f"an update of several differentiable terms, {several}, is one forward_backward call; for more, tell "
                 "the weight of each before the first: open(weights={name: weight})"
             )
-        unweighed = [name for name in several if _of(step.announced, name) is None]
+        unweighed = [name for name in several if _weight_of(step.announced, name) is None]
         if len(several) > 1 and (unweighed or len(step.announced) < len(several)):
             raise LossContractError(
                 f"the loss has the differentiable terms {several}, each with a denominator of its own; "
@@ -476,13 +485,13 @@ class OpenUpdate:
 
     def _check_told(self, names: list[str], several: list[str], step: MicrobatchStep) -> None:
         """Raise unless each term of an update has a weight of its own among those that were told."""
-        untold = [name for name in several if _of(self.told, name) is None]
+        untold = [name for name in several if _weight_of(self.told, name) is None]
         if untold or len(self.told) < len(several):
             raise LossContractError(
                 f"open() was told the weights of {sorted(self.told)} and the differentiable terms are {several}; tell "
                 "open(weights=) one for each, by its name"
             )
-        unweighed = [name for name in names if _of(step.announced, name) is None]
+        unweighed = [name for name in names if _weight_of(step.announced, name) is None]
         if step.announced and (unweighed or len(step.announced) < len(names)):
             raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable terms are {names}")
 
@@ -517,12 +526,12 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
         sums[name] = term if before is None else Term(before.total + term.total, before.weight + term.weight)
 
 
-def _of(weights: Mapping[str, float], name: str) -> float | None:
+def _weight_of(weights: Mapping[str, float], name: str) -> float | None:
     """Return the weight of a term. A weight without a name belongs to the only differentiable term."""
     return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)
 
 
-def _returned(name: str, names: list[str], weights: Tensor) -> Tensor:
+def _returned_weight(name: str, names: list[str], weights: Tensor) -> Tensor:
     """Return the weight of a term, 0 if there is none. A weight without a name belongs to the only term."""
     if name == PAIR_NAME and name not in names and names:
         name = names[0]

@@ -1,8 +1,8 @@
 """An update whose microbatches run in a loop of the user's: loop, data, model call, loss and backward are theirs.
 
-What is left is done here: the sync policy, the count of microbatches and weights, and the divisor. Before its backward,
-`LoopMicrobatch.scale` divides the loss by the weight of the update. A loss that is not scaled is divided in its
-gradient, by the one factor that `finalize` applies.
+This module applies the sync policy, counts microbatches and weights, and divides. Before its backward,
+`LoopMicrobatch.scale` divides the loss by the weight of the update. For a loss that is not scaled, `finalize` divides
+the gradient.
 """
 
 import contextlib

@@ -187,7 +187,12 @@ def _summed(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
     sums = _Sums(hidden, weight, bias, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in _chunks(labels, ready_made.chunk_tokens(*weight.shape)):
-            sums.add(rows, hidden[rows], labels[rows])
+            try:
+                sums.add(rows, hidden[rows], labels[rows])
+            except RuntimeError as error:  # of an index, on the CPU; a device stops instead
+                if "out of bounds" not in str(error):
+                    raise
+                raise ready_made.unknown_classes(labels, len(weight)) from None
     return sums
 
 

@@ -19,6 +19,9 @@ def mean(loss_fn: Callable[[Any, Any], Any], over: Callable[[Any], Any]) -> Loss
     0 / 0 is NaN: such an update is refused on a CPU, and not finite elsewhere. The result can be pickled and copied if
     both functions can.
 
+    If the mean is torch's cross-entropy, its own count is returned as the weight, so an update in which ``over`` counts
+    otherwise is refused. `verify` finds a wrong count under any loss.
+
     Args:
         loss_fn: ``loss_fn(model, microbatch)`` returns the mean, a scalar tensor.
         over: ``over(microbatch)`` counts what the mean is over: targets, elements, samples, or the sum of the weights
@@ -28,8 +31,6 @@ def mean(loss_fn: Callable[[Any, Any], Any], over: Callable[[Any], Any]) -> Loss
     Raises:
         LossContractError: ``loss_fn`` sums and counts already, or takes the divisor. In a call, it returns no scalar,
             or the mean over nothing is not finite.
-            If the mean is torch's cross-entropy, its own count is returned as the weight, so an update in which
-            ``over`` counts otherwise is refused. `verify` finds a wrong count under any loss.
     """
     if isinstance(loss_fn, JointLoss) or weigh_of(loss_fn) is not None or takes_divisor(loss_fn):
         raise LossContractError(
@@ -39,7 +40,7 @@ def mean(loss_fn: Callable[[Any, Any], Any], over: Callable[[Any], Any]) -> Loss
 
 
 class _MeanLoss:
-    """A class, since a function that is made inside of another cannot be pickled."""
+    """The loss that `mean` returns. It is a class because a function inside of another cannot be pickled."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], over: Callable[[Any], Any]) -> None:
         self._loss_fn, self._over = loss_fn, over

@@ -25,8 +25,9 @@ from megabatch.losses.contract import Term, loss
 TARGETS = ("labels", "shift_labels")
 HALF_TYPES = (torch.bfloat16, torch.float16)
 MIN_CHUNK_LOGITS = 2**22  # of a chunk: 16 MiB in float32; smaller ones save nothing, and at 1 MiB are slower
-BREAK_EVEN = 4 / 3  # chunks, as measured: here all logits take what a chunk and the gradient of the weight take, so
-# that a smaller microbatch, which has its logits, does not need more than a larger one
+# With fewer chunks than this (measured), all logits take no more memory than a chunk and the weight's gradient. Then a
+# smaller microbatch, which computes all logits, never needs more than a larger one.
+BREAK_EVEN = 4 / 3
 
 
 def count_targets(microbatch: Microbatch) -> Tensor:
@@ -227,8 +228,13 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     try:
         return F.cross_entropy(logits, labels.long(), ignore_index=IGNORED_LABEL, reduction="sum")
     except IndexError:  # on the CPU; a device stops instead
-        real = labels[labels != IGNORED_LABEL]
-        raise LossContractError(
-            f"labels are from {int(real.min())} to {int(real.max())} and the model has {logits.shape[-1]} classes; "
-            f"expected 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none"
-        ) from None
+        raise unknown_classes(labels, logits.shape[-1]) from None
+
+
+def unknown_classes(labels: Tensor, num_classes: int) -> LossContractError:
+    """Return the error for labels that are no classes of the model."""
+    real = labels[labels != IGNORED_LABEL]
+    return LossContractError(
+        f"labels are from {int(real.min())} to {int(real.max())} and the model has {num_classes} classes; "
+        f"expected 0 to {num_classes - 1}, or {IGNORED_LABEL} for none"
+    )

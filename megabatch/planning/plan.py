@@ -142,8 +142,9 @@ class Plan:
         if (shape := self.shapes.get(tuple(rows))) is not None:
             lengths = self.lengths_of(rows)
             return [shape[1]] * shape[0] if self.padded else [*lengths, shape[1] - sum(lengths)]
-        lengths = dict.fromkeys(self.firsts_of(rows), 0)
-        for row, first in zip(rows, self.firsts_of(rows), strict=True):
+        firsts = self.firsts_of(rows)
+        lengths = dict.fromkeys(firsts, 0)
+        for row, first in zip(rows, firsts, strict=True):
             lengths[first] += self.lengths[row] - (self.shared[row] if row != first else 0)
         return list(lengths.values())
 
@@ -249,6 +250,7 @@ def plan_share(
 ) -> Plan:
     """Split one rank's samples into microbatches, unpriced. The lengths are checked already."""
     for name, limit in (("micro_batch_size", micro_batch_size), ("max_microbatch_tokens", max_microbatch_tokens)):
+        # A limit of lower_limit() or of a TunedLimit is not checked before.
         if limit is not None and (type(limit) is not int or limit < 1):
             require_count(name, limit)
     if cost is not None and type(cost) is not CostModel:

@@ -156,7 +156,7 @@ class DDPWrapper(Wrapper):
         return self._is_local or self.is_held
 
     def release_reduction(self) -> None:
-        """Take `hold_reduction` back, before any microbatch of the call has run."""
+        """Take `hold_reduction` back."""
         if self.is_held:
             self.is_held, self.loss_factor = False, float(self.ranks.num_weighing)
 

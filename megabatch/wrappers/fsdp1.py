@@ -73,7 +73,7 @@ class FSDP1Wrapper(Wrapper):
         self.meet(END)
 
     def finish_update(self) -> None:
-        """FSDP1 has reduced."""
+        """Begin another hash of collectives. FSDP1 has reduced in the backward."""
         self.collective_order.reset()
 
     @property

@@ -1,6 +1,7 @@
-"""FSDP2, HSDP and the replicate built on FSDP2: what is reduced is an increment, added to the sharded gradient.
+"""FSDP2, HSDP and the `replicate` built on FSDP2.
 
-Told to sum, it divides nowhere, and any policy is right.
+Each reduction adds to the sharded gradient. FSDP2 is told to sum and not to average, so that every sync policy gives
+the same gradient.
 """
 
 import contextlib
@@ -162,7 +163,7 @@ class FSDP2Wrapper(Wrapper):
         drop_fsdp_gradients(self._modules)
 
     def _reducing_wide(self) -> contextlib.AbstractContextManager[None]:
-        """Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added."""
+        """Return a context in which FSDP2 reduces to the wider dtype, so that it does not round before it adds."""
         return reducing_to(self._modules, self._wide.dtype) if self._wide.widens else contextlib.nullcontext()
 
     def describe_collective(self, number: int) -> str:

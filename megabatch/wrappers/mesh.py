@@ -75,7 +75,7 @@ class DataRanks:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "DataRanks":
-        """Along the axes of a mesh, by their names. Raises `PlanError` for names that are not known."""
+        """Return the ranks along the axes of a mesh, by their names. Raises `PlanError` for unknown names."""
         check_axes(mesh)
         data, *others = (groups_of(mesh, axes) for axes in (DATA_AXES, CONTEXT_AXES, ("tp",), ("pp",)))
         return cls(data[::-1], *others)
@@ -91,13 +91,13 @@ class DataRanks:
         return self.pipeline_groups[0] if self.pipeline_groups else None
 
     def exchange_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Everyone's numbers, by a message between hosts: a row per rank."""
+        """Return every rank's numbers, a row for each. This takes one message between hosts."""
         if not self._cpu_groups:
             return [list(numbers)]
         return _gather(torch.tensor([list(numbers)], dtype=torch.float64, device="cpu"), self._cpu_groups).tolist()
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        """Everyone's object, in the same order as the rows of `exchange_numbers`."""
+        """Return every rank's object, in the order of the rows of `exchange_numbers`."""
         values = [value]
         for group in self._cpu_groups:
             gathered: list[Any] = [None] * group.size()
@@ -106,9 +106,9 @@ class DataRanks:
         return values
 
     def gather_on_device(self, numbers: Tensor) -> Tensor:
-        """Numbers of all that see different targets, by a message between devices: [n] -> [num_weighing, n].
+        """Return the numbers of all ranks that see different targets: [n] -> [num_weighing, n].
 
-        The host does not wait.
+        This takes one message between devices. The host does not wait.
         """
         return _gather(numbers[None], self.groups)
 

@@ -17,7 +17,7 @@ class MultiModelWrapper(Wrapper):
     kind_name = "several models"
 
     def __init__(self, wrappers: Sequence[Wrapper], frozen: Sequence[nn.Module]) -> None:
-        """``frozen`` models have no wrapper, as long as they stay so."""
+        """``frozen`` are the models without a trained parameter. They have no wrapper."""
         self.parameters = [parameter for wrapper in wrappers for parameter in wrapper.parameters]
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise PlanError("two of the models share a parameter, which would be reduced twice; give each to one model")

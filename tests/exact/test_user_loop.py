@@ -32,8 +32,11 @@ JOBS += [
 COUNTS = [f"{wrapper}:{sync}:{number}:2:" for wrapper, sync in PAIRS for number in (1, 3)]
 COUNTS += [f"hsdp:{sync}:3:4:" for sync in ("last", "replica_last")]
 
+LOST = ["lost:0:2:", "lost:1:2:"]
+
 found = of_ranks("tests.exact.user_loop:run_job", JOBS)
 counted = of_ranks("tests.exact.user_loop:count_job", COUNTS)
+lost = of_ranks("tests.exact.user_loop:lost_job", LOST)
 
 
 @pytest.mark.parametrize("job", some(JOBS, 37))
@@ -50,6 +53,14 @@ def test_gradient_is_that_of_the_uncut_update(found, job: str) -> None:
 def test_a_loop_reduces_as_often_as_a_call(counted, job: str) -> None:
     for call, loop in counted(job):
         assert loop == call
+
+
+@pytest.mark.parametrize("job", LOST)
+def test_no_rank_waits_for_one_whose_update_was_lost(lost, job: str) -> None:
+    """All begin the update again."""
+    culprit = int(job.split(":")[1])
+    for rank, ended in enumerate(lost(job)):
+        assert ended == ["ValueError" if rank == culprit else "MegabatchError", "done"]
 
 
 PLANTED = (  # a name, a text of the file, what is planted, and a form and a wrapper whose cells then fail

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch import GradientAccumulator, Update
+from megabatch import GradientAccumulator, MegabatchError, Update
 from tests.comm import jobs
 from tests.comm.counting import Collectives
 from tests.exact import harness, models, oracle
@@ -103,6 +103,29 @@ def _backward(form: str, part: Any, total: Tensor, weight: Tensor, whole: float,
         (total * (0.0 if is_dummy else 1.0)).backward()
     else:
         part.scale(total).backward()
+
+
+def lost_job(name: str) -> list[str]:
+    """The job "name:rank:world:": the last body fails on one rank, and all go on without `discard`."""
+    _, culprit, _, _ = name.split(":")
+    model, gradient = jobs.accumulator("plain", "auto")
+    found: list[str] = []
+
+    def update(*, fails: bool) -> None:
+        for index in range(2):
+            with gradient.microbatch(index, of=2, sum_over=jobs.ROWS) as part:
+                if fails and index == 1 and dist.get_rank() == int(culprit):
+                    raise ValueError("of one rank")
+                part.scale(jobs.squares(model, jobs.batch(jobs.ROWS))[0]).backward()
+        gradient.finalize()
+
+    for fails in (True, False):
+        try:
+            update(fails=fails)
+            found.append("done")
+        except (MegabatchError, ValueError) as error:
+            found.append(type(error).__name__)
+    return found
 
 
 def count_job(name: str) -> list[dict[str, int]]:

@@ -128,6 +128,20 @@ def test_beside_a_plain_loss_in_one_update() -> None:
     assert_equal(gradients(model), expected)
 
 
+def test_an_encode_that_writes_to_its_microbatch_leaves_the_batch_alone() -> None:
+    model, batch = towers(), rows()
+    before = {name: tensor.clone() for name, tensor in batch.items()}
+
+    def encode_scaled(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        microbatch["query"].mul_(0.5)
+        return encode(model, microbatch)
+
+    gradient = GradientAccumulator(model, micro_batch_size=3)
+    gradient.forward_backward(batch, JointLoss(encode_scaled, contrast))
+    gradient.finalize()
+    assert all(torch.equal(batch[name], tensor) for name, tensor in before.items())
+
+
 def test_what_does_not_learn_is_left_alone() -> None:
     frozen = towers()
     frozen.document.requires_grad_(False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megabatch import GradientAccumulator, LossContractError, PlanError, loss, losses, plan
+from megabatch import GradientAccumulator, LossContractError, PlanError, Term, loss, losses, plan
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Deferred
 from megabatch.planning.plan import without_padding
@@ -240,6 +240,20 @@ def test_a_model_that_knows_no_positions_is_refused() -> None:
     model = model_of("mamba", "eager", vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=1)
     with pytest.raises(PlanError, match="OneRow"):
         GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+
+
+def test_an_evaluation_that_forgets_positions_is_refused_as_a_call_is() -> None:
+    model = model_of("gpt2")
+    gradient = GradientAccumulator(model, max_microbatch_tokens=12, collate=OneRow())
+
+    @loss(weigh=losses.count_targets)
+    def forgets(model: Any, microbatch: Any) -> Term:
+        return losses.next_token(model, {key: microbatch[key] for key in microbatch if key != "position_ids"})
+
+    for run in (gradient.forward_backward, gradient.evaluate):
+        with pytest.raises(LossContractError, match="position_ids"):
+            run(samples(), forgets)
+    assert gradient.evaluate(samples(), losses.next_token)["loss"] > 0
 
 
 def test_a_cache_that_comes_later_is_refused() -> None:

@@ -278,7 +278,7 @@ def test_the_model_is_left_as_it_was():
     summed(model, batch)
     with pytest.raises(IndexError):
         losses.next_token(model, batch | {"input_ids": torch.full((B, T), V)})  # no such token
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    with pytest.raises(LossContractError, match=f"labels are from {V} to {V} and the model has {V} classes"):
         losses.next_token(model, batch | {"labels": torch.full((B, T), V)})
     assert model.lm_head.__dict__.keys() == before
     assert "forward" not in vars(model.lm_head)
