@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.speed.contestants import EVERYBODY
 from benchmarks.speed.model import Sample, build, causal_loss, collate, optimizer_of, sample_of
-from benchmarks.speed.setting import LEAST_TOKENS, MICRO_BATCH_SIZES, SLOWER, Setting
+from benchmarks.speed.setting import LEAST_TOKENS, SLOWER, Setting
 from benchmarks.speed.task import Meter, Task, Train
 from tests.comm.counting import Collectives
 from tests.memory.runs import memory_bytes
@@ -46,11 +46,13 @@ def task_of(drawn: list[list[int]], setting: Setting, rank: int, world: int) -> 
     return Task(model, optimizer, warmed(drawn, setting), setting, Meter(model, optimizer), rank, world)
 
 
-def search(train: Train, drawn: list[list[int]], setting: Setting, rank: int, world: int) -> dict[str, dict[str, Any]]:
+def search(
+    train: Train, drawn: list[list[int]], setting: Setting, rank: int, world: int, sizes: list[int]
+) -> dict[str, dict[str, Any]]:
     """Return the measurements by micro batch size, until a size is clearly slower than the best before it."""
     found: dict[str, dict[str, Any]] = {}
     best = float("inf")
-    for size in MICRO_BATCH_SIZES:
+    for size in sizes:
         if size * world > setting.update_size:
             break
         found[str(size)] = timed(train, drawn, replace(setting, micro_batch_size=size), rank, world)
@@ -82,7 +84,9 @@ def timed(train: Train, drawn: list[list[int]], setting: Setting, rank: int, wor
     }
 
 
-def alone(train: Train, drawn: list[list[int]], setting: Setting, rank: int, world: int) -> dict[str, dict[str, Any]]:
+def alone(
+    train: Train, drawn: list[list[int]], setting: Setting, rank: int, world: int, sizes: list[int]
+) -> dict[str, dict[str, Any]]:
     """Return the measurement of a contestant that counts tokens."""
     return {"tokens": timed(train, drawn, setting, rank, world)}
 
@@ -137,7 +141,7 @@ def main() -> None:
     for library in EVERYBODY[job["contestant"]].libraries:
         importlib.import_module({"lightning": "lightning.pytorch"}.get(library, library))
     run = search if EVERYBODY[job["contestant"]].counts else alone
-    found: dict[str, Any] = {"sizes": run(train, job["samples"], setting, rank, world)}
+    found: dict[str, Any] = {"sizes": run(train, job["samples"], setting, rank, world, job["sizes"])}
     if job["proof"]:
         found["proof"] = proof(train, job["samples"], setting.proof(), rank, world)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
