@@ -23,7 +23,7 @@ from megabatch.train.context import Callbacks, RunContext
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.loop import make_update
 from megabatch.train.model.build import ParallelModel
-from megabatch.train.parallel.wrap import Wrapper
+from megabatch.train.parallel.wrap import WrapperChoice
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.ranks import Ranks
@@ -62,7 +62,7 @@ class Loop:
         return RunContext(
             recipe, Ranks(0, 1, torch.device("cpu")), Console(enabled=False, loss_digits=4), StopSignal(speaks=False),
             Heartbeat(Rendezvous(), None), None, nowhere, nowhere,
-            ParallelModel(model, model, Wrapper("plain", ""), [], [], {}),
+            ParallelModel(model, model, WrapperChoice("plain", ""), [], [], {}),
             self.learner, losses.next_token, TunedChoices(None, ChosenSync(None, {})), {},
         )  # fmt: skip
 

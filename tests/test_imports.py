@@ -120,6 +120,13 @@ def test_no_file_name_occurs_twice():
     assert not [name for name, count in names.items() if count > 1]
 
 
+@pytest.mark.parametrize("is_trainer", [False, True])
+def test_no_class_name_occurs_twice(is_trainer):
+    trees = [tree for path, tree in TREES.items() if path.startswith("train/") == is_trainer]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1 and not name.startswith("_")]
+
+
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_planning_knows_no_torch(module):
     assert not [name for name in imported(TREES[file_of(module)]) if name.partition(".")[0] == "torch"]

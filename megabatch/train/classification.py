@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, ModernBertConfig, M
 from megabatch.errors import MegabatchError
 from megabatch.train.config import ModelConfig, SourceConfig
 from megabatch.train.data.sources import BrokenRowError, Row, rows_of
-from megabatch.train.model.architecture import load_tokenizer, quiet
+from megabatch.train.model.architecture import load_tokenizer, silence
 
 BYTE_TOKENS = 384  # bytes, and ByT5's few others
 KEY = "data.options"
@@ -35,7 +35,7 @@ def model(labels: Sequence[str], name: str | None = None, **sizes: Any) -> nn.Mo
             vocab_size=BYTE_TOKENS, classifier_pooling="mean", pad_token_id=0, **ends, **classes, **sizes
         )
         return ModernBertForSequenceClassification(config)
-    with quiet():
+    with silence():
         found = cast(Any, AutoModelForSequenceClassification).from_pretrained(name, **classes)
     if found.config.pad_token_id is None:  # by which a decoder finds the last token
         found.config.pad_token_id = found.config.eos_token_id

@@ -154,8 +154,9 @@ class Callback:
     """
 
     every: int | None = 1
-    """`after_update` is called after each update whose number is a multiple of it, and after one that is known to be
-    the last: not where a stream ends, or a signal or ``eval.patience`` ends the run. None: only after such a one."""
+    """`after_update` is called every so many updates, and after the last update if the run knows that it is the last.
+    It does not know where a stream ends, or when a signal or ``eval.patience`` ends the run. None: only after such a
+    last update."""
 
     splits_updates = False  # makes an update in several calls of `RunContext.forward_backward`
 

@@ -82,7 +82,7 @@ def prepare_next(context: RunContext) -> None:
     begun = time.perf_counter()
     with context.heartbeat.reading_ahead(context.step + 2):
         samples = context.updates.read_ahead()
-    # The stream of a GPU is asked, and not waited for: while it has work, reading costs nothing.
+    # query() is True once the GPU has run out of work: only then does reading cost time.
     if context.ranks.device.type != "cuda" or torch.cuda.current_stream(context.ranks.device).query():
         context.reading_seconds += time.perf_counter() - begun
     if samples and not (context.callbacks.may_split or context.callbacks.may_change):
@@ -113,7 +113,7 @@ def refuse_nonfinite(context: RunContext) -> None:
     """Raise for an update whose loss or gradient is not finite, unless a callback handles it."""
     update, how = context.update, context.config.update.on_nonfinite
     if how != "raise" or update is None or (problem := update.problem()) is None:
-        return  # without a problem there was nothing to learn
+        return  # no problem: an update without targets, which is not finite either
     raise MegabatchError(f"update {context.step} was not stepped: {problem}; lower optim.lr or look at its samples")
 
 
@@ -171,8 +171,9 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     learner = build_learner(model, config, updates.num_updates, *choices.given)
     identity = identity_of(config, data, model, updates)
     context = RunContext(
-        config, ranks, console, stop, heartbeat, tokenizer, data, updates, model, learner, loss_fn, choices, identity,
-        checkpoint,
+        config=config, ranks=ranks, console=console, stop=stop, heartbeat=heartbeat, tokenizer=tokenizer, data=data,
+        updates=updates, model=model, learner=learner, loss_fn=loss_fn, choices=choices, identity=identity,
+        checkpoint=checkpoint,
     )  # fmt: skip
     context.exits.callback(context.write_logs)
     context.callbacks = Callbacks(make_callbacks(context, own_callbacks))

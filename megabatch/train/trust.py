@@ -1,4 +1,4 @@
-"""Trust: a recipe's functions run without being asked for only where nobody but you can have named and written them.
+"""Trust: a function that a recipe names runs without a question only if nobody but you can have named and written it.
 
 `check_trust` is the rule of every command. A run's recipe is sealed with a key that only you can read, so that a run's
 folder from elsewhere is no recipe of yours.
@@ -89,7 +89,7 @@ def open_to_others(file: Path) -> str:
 
 
 def sealed(text: str) -> str:
-    """Return the text of a run's recipe with a seal that only you can make, if it names functions of yours."""
+    """Return the text of a run's recipe, signed with your key if it names functions that are not megabatch's."""
     key = secret_key(create=True) if any(functions_of(tomllib.loads(text))) else None
     return text if key is None else f"{text}{SEAL}{hmac.new(key, text.encode(), hashlib.sha256).hexdigest()}\n"
 

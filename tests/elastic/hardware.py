@@ -26,7 +26,7 @@ from megabatch.train.callbacks.hardware_check import HardwareCheck
 from megabatch.train.context import Callback, Callbacks, RunContext
 from megabatch.train.loop import make_update
 from megabatch.train.model.build import ParallelModel
-from megabatch.train.parallel.wrap import Wrapper
+from megabatch.train.parallel.wrap import WrapperChoice
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.contexts import config_of, context_of
 from tests.train.on_ranks import on_ranks
@@ -137,8 +137,8 @@ def context_on(
     config = config_of(
         model={"config": {}, "dtype": str(dtype).removeprefix("torch.")}, run={"check_hardware_every": every}
     )
-    laid = ParallelModel(run, model, Wrapper(wrapper, ""), [], [], {})
-    context = context_of(learner, losses.next_token, ranks=ranks, config=config, laid=laid)
+    parallel_model = ParallelModel(run, model, WrapperChoice(wrapper, ""), [], [], {})
+    context = context_of(learner, losses.next_token, ranks=ranks, config=config, parallel_model=parallel_model)
     planted = Planted()
     context.callbacks = Callbacks([planted, *([HardwareCheck(context)] if every else [])])
     return context, planted

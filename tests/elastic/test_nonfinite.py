@@ -119,9 +119,9 @@ def job(name: str) -> dict[str, Any]:
     size = dist.get_world_size() if dist.is_initialized() else 1
     config = config_of(wrapper, dtype, how, MAX_NORM if clipped == "clipped" else None)
     ranks = Ranks(dist.get_rank() if size > 1 else 0, size, CPU, layout_of(config.parallel, size))
-    laid = build(config, ranks, Console(enabled=False, loss_digits=4), None, None)
-    learner = build_learner(laid, config, NumUpdates(5, 5), None)
-    context = context_of(learner, loss, ranks=ranks, config=config, laid=laid)
+    parallel_model = build(config, ranks, Console(enabled=False, loss_digits=4), None, None)
+    learner = build_learner(parallel_model, config, NumUpdates(5, 5), None)
+    context = context_of(learner, loss, ranks=ranks, config=config, parallel_model=parallel_model)
     context.callbacks = Callbacks([SkipNonfinite(context)])
     (log,) = context.logs
     rows: list[Any] = []
@@ -136,7 +136,7 @@ def job(name: str) -> dict[str, Any]:
         make_update(context, own)
         row, lr = context.row, learner.optimizer.param_groups[0]["lr"]
         rows.append([context.update.num_samples, row.get("skipped_samples", 0), row.get("num_samples") == 0, lr])
-    return {"rows": rows, "state": whole(laid.base), "skipped": log.rows(), "step": learner.step,
+    return {"rows": rows, "state": whole(parallel_model.base), "skipped": log.rows(), "step": learner.step,
             "folder": str(Path(config.run.folder))}  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def before_finalize(user: User, variant: Callable[..., None]) -> None:
     _at_the_end(user, variant)
 
 
-@refused(MegabatchError, "copy", 1, 2)
+@refused(MegabatchError, "cannot be copied", 1, 2)
 def deepcopy_of_an_open_accumulator(user: User) -> None:
     _at_the_end(user, lambda accumulator, model, optimizer, user: copy.deepcopy(accumulator).finalize())
 

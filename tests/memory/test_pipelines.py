@@ -93,8 +93,8 @@ def counted(ranks: Ranks, config: Config, axes: dict[str, int]) -> dict[str, Any
     ids = torch.zeros(LENGTH, dtype=torch.long)
     samples = [{"input_ids": ids, "labels": ids} for _ in range(SAMPLES // ranks.dp_degree)]
     with Ledger(axes=axes) as ledger, tagging_shards(ledger):
-        laid = build(config, ranks, SILENT, None, None)
-        learner = build_learner(laid, config, NumUpdates(20, 20), None)
+        parallel_model = build(config, ranks, SILENT, None, None)
+        learner = build_learner(parallel_model, config, NumUpdates(20, 20), None)
 
         def update() -> None:
             learner.forward_backward(samples, losses.next_token)

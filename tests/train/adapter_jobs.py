@@ -53,10 +53,10 @@ def trained(ranks: Ranks, layout: str) -> dict[str, Any]:
     """Adapters after two steps, the gradient of a third update, its collectives, and what was said of the model."""
     config = lora_recipe(layout, OF_GPT2, config=GPT2)
     ranks = replace(ranks, layout=layout_of(config.parallel, ranks.size))
-    laid = build(config, ranks, SILENT, None, None)
-    parameters = {name: each for name, each in laid.base.named_parameters() if each.requires_grad}
+    parallel_model = build(config, ranks, SILENT, None, None)
+    parameters = {name: each for name, each in parallel_model.base.named_parameters() if each.requires_grad}
     first = {name: whole(each) for name, each in parameters.items()}
-    gradient = GradientAccumulator(laid.model, micro_batch_size=1)
+    gradient = GradientAccumulator(parallel_model.model, micro_batch_size=1)
     optimizer = torch.optim.SGD(parameters.values(), lr=SGD_LR)
     own = [{"input_ids": ids, "labels": ids} for ids in SAMPLES[ranks.dp_rank :: ranks.dp_degree]]
     for _ in range(2):
@@ -68,14 +68,14 @@ def trained(ranks: Ranks, layout: str) -> dict[str, Any]:
     with contextlib.nullcontext() if layout == "cp" else counted:
         gradient.forward_backward(own, losses.next_token)
         gradient.finalize()
-    frozen = [each for each in laid.base.parameters() if not each.requires_grad]
+    frozen = [each for each in parallel_model.base.parameters() if not each.requires_grad]
     return {
         "first": first,
         "weights": {name: whole(each) for name, each in parameters.items()},
         "gradients": {name: whole(each.grad) for name, each in parameters.items() if each.grad is not None},
         "frozen have a gradient": any(each.grad is not None for each in frozen),
         "collectives": counted.table(),
-        "identity": laid.identity,
+        "identity": parallel_model.identity,
     }
 
 

@@ -14,7 +14,7 @@ from megabatch.train.config import Config
 from megabatch.train.context import RunContext
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import ParallelModel
-from megabatch.train.parallel.wrap import Wrapper
+from megabatch.train.parallel.wrap import WrapperChoice
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.ranks import Ranks
@@ -36,13 +36,15 @@ def config_of(folder: Path | str = "nowhere", **sections: dict[str, Any]) -> Con
 
 
 def context_of(
-    learner: Learner, loss_fn: LossFunction, *, ranks: Ranks = ALONE, config: Config | None = None, laid: Any = None,
-    wrapper: str = "plain", num_updates: int | None = None,
+    learner: Learner, loss_fn: LossFunction, *, ranks: Ranks = ALONE, config: Config | None = None,
+    parallel_model: Any = None, wrapper: str = "plain", num_updates: int | None = None,
 ) -> RunContext:  # fmt: skip
     """The context of a run whose samples come from elsewhere; it has no callbacks."""
     data: Any = SimpleNamespace(sets={}, counts_tokens=True, epoch_size=None, words=[])
     updates: Any = SimpleNamespace(ids=[], names=[], size=0, num_updates=NumUpdates(num_updates, num_updates))
-    model = laid or ParallelModel(learner.gradient.model, learner.model, Wrapper(wrapper, ""), [], [], {})
+    model = parallel_model or ParallelModel(
+        learner.gradient.model, learner.model, WrapperChoice(wrapper, ""), [], [], {}
+    )
     return RunContext(
         config or config_of(), ranks, SILENT, StopSignal(speaks=False),
         Heartbeat(Rendezvous(), None), None, data, updates, model, learner, loss_fn,

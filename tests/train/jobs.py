@@ -22,7 +22,7 @@ from megabatch.train.config import Config, EvalConfig, ModelConfig, OptimConfig,
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.optimizer import build_learner
-from megabatch.train.parallel.wrap import Wrapper
+from megabatch.train.parallel.wrap import WrapperChoice
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 
@@ -98,8 +98,8 @@ def config_of(**optim: Any) -> Config:
 def learner_of(wrapper: str, dtype: torch.dtype = torch.float64, **optim: Any) -> Learner:
     base = Tiny(dtype)
     model = lay(base, wrapper)
-    laid = ParallelModel(model, base, Wrapper(wrapper, "asked for"), [], [], {})
-    return build_learner(laid, config_of(**{"lr": 0.02, "warmup_steps": 2} | optim), NumUpdates(20, 20), None)
+    parallel_model = ParallelModel(model, base, WrapperChoice(wrapper, "asked for"), [], [], {})
+    return build_learner(parallel_model, config_of(**{"lr": 0.02, "warmup_steps": 2} | optim), NumUpdates(20, 20), None)
 
 
 def move(learner: Learner, step: int) -> None:

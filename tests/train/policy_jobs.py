@@ -106,12 +106,12 @@ def under_caps(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str
 def with_bounds(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The choice beside a limit with so much room left for the gathered model, and the limit that goes with it."""
     context = context_of(ranks, recipe, overrides)
-    more, learner, laid = choosing_of(context).more_bytes(GATHER_ONCE), context.learner, context.model
+    more, learner, parallel_model = choosing_of(context).more_bytes(GATHER_ONCE), context.learner, context.model
     config = context.config = capped(context.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
     found: dict[str, dict[str, Any]] = {}
     for name, room in ROOM.items():
         fit = fit_with(more + room)
-        learner.gradient = build_accumulator(laid.model, config, fit)
+        learner.gradient = build_accumulator(parallel_model.model, config, fit)
         context.choices = TunedChoices(ChosenLimit(fit, {}, (f"update.{fit.explain()}",)), ChosenSync(None, {}))
         chosen = choose_rest(context)
         gradient, after = learner.gradient, learner.gradient.fit

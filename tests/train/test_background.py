@@ -10,7 +10,7 @@ import torch
 from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, path_of
 from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.checkpoints.tensor_files import load, states_of
-from megabatch.train.checkpoints.writer import Request, Writer, in_background, staged
+from megabatch.train.checkpoints.writer import CheckpointRequest, Writer, in_background, staged
 from megabatch.train.config import CheckpointConfig, Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import NO_DROPOUT, Bench, timeless
@@ -44,8 +44,8 @@ def writer_of(folder: Path, **run: Any) -> Writer:
     return Writer(config, ALONE, Console(enabled=True, loss_digits=4), lambda: None)
 
 
-def request(step: int, states: dict[str, Any], *, in_turn: bool = True, is_best: bool = False) -> Request:
-    return Request(step, states, META | {"step": step}, is_best, in_turn)
+def request(step: int, states: dict[str, Any], *, in_turn: bool = True, is_best: bool = False) -> CheckpointRequest:
+    return CheckpointRequest(step, states, META | {"step": step}, is_best, in_turn)
 
 
 def test_a_copy_has_nothing_in_common_with_the_state() -> None:

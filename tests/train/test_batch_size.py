@@ -13,7 +13,7 @@ import torch
 from megabatch.errors import MegabatchError
 from megabatch.planning.sampler import Consumed
 from megabatch.train.config import OptimConfig
-from megabatch.train.config.batch_size import Sizes, read_schedule, sizes_of
+from megabatch.train.config.batch_size import BatchSizes, read_schedule, sizes_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import follow, rate_factor
@@ -24,13 +24,13 @@ from tests.train.test_updates import KINDS, config_of
 from tests.unit.failures.table import line_of
 
 READ = {
-    "[[0, 64]]": Sizes("updates", (0,), (64,)),
-    "[[0, 64], [100, 256]]": Sizes("updates", (0, 100), (64, 256)),
-    '[[0, 64], ["50M tokens", 256]]': Sizes("tokens", (0, 50_000_000), (64, 256)),
-    '[["0 samples", 64], ["20k samples", 256], ["1.5B samples", 7]]': Sizes(
+    "[[0, 64]]": BatchSizes("updates", (0,), (64,)),
+    "[[0, 64], [100, 256]]": BatchSizes("updates", (0, 100), (64, 256)),
+    '[[0, 64], ["50M tokens", 256]]': BatchSizes("tokens", (0, 50_000_000), (64, 256)),
+    '[["0 samples", 64], ["20k samples", 256], ["1.5B samples", 7]]': BatchSizes(
         "samples", (0, 20_000, 1_500_000_000), (64, 256, 7)
     ),
-    '[[0, 4], ["1 update", 5], ["2_000 updates", 6]]': Sizes("updates", (0, 1, 2000), (4, 5, 6)),
+    '[[0, 4], ["1 update", 5], ["2_000 updates", 6]]': BatchSizes("updates", (0, 1, 2000), (4, 5, 6)),
 }
 REFUSED = {
     "[]": "is []; expected a number, or [[0, 64]",
@@ -111,7 +111,7 @@ def test_a_rate_is_multiplied_once(rate: Any) -> None:
     assert float(optimizer.param_groups[0]["lr"]) == 1.0
 
 
-def walked(seen: list[tuple[int, int]], sizes: Sizes) -> list[int]:
+def walked(seen: list[tuple[int, int]], sizes: BatchSizes) -> list[int]:
     """The size that each update should have, by the samples and tokens of those before it."""
     sums = [Consumed(n, sum(a for a, _ in seen[:n]), sum(b for _, b in seen[:n])) for n in range(len(seen))]
     return [sizes(each) for each in sums]

@@ -12,6 +12,7 @@ import pytest
 from megabatch.__main__ import main
 from megabatch.errors import install_command
 from megabatch.train.cli import front
+from megabatch.train.cli.help import print_help
 from megabatch.train.config.keys import known_keys
 from megabatch.train.runtime.signals import StopSignal
 from tests.train.conftest import NO_DROPOUT, Bench
@@ -103,6 +104,14 @@ def test_help_names_every_key_with_its_meaning(tmp_path: Path) -> None:
         assert text in done.out
     assert {key for key in known_keys() if f"--{key} " not in done.out} == set()
     assert done.err == ""
+
+
+def test_help_takes_the_folder_of_a_run(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = bench.path / "some-run"
+    folder.mkdir()
+    (folder / "config.toml").write_bytes(bench.recipe.read_bytes())
+    print_help("train", [str(folder), "--help"])
+    assert "--update.global_batch_size" in capsys.readouterr().out
 
 
 @pytest.mark.slow

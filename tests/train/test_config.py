@@ -32,27 +32,27 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--data.mixture.code.wight=1": "data.mixture.code.wight … data.mixture.code.weight",
     "--update.global_batch_size=0": "update.global_batch_size is 0; it must be at least 1 … command line",
     "--update.global_batch_size=many": "update.global_batch_size is 'many'; it must be a whole number",
-    "--update.global_batch_size=true": "update.global_batch_size is 'true'; it must be a whole number",
-    "--update.global_batch_size=2.5": "update.global_batch_size is '2.5'; it must be a whole number",
+    "--update.global_batch_size=true": "update.global_batch_size is True; it must be a whole number",
+    "--update.global_batch_size=2.5": "update.global_batch_size is 2.5; it must be a whole number",
     "--update.micro_batch_size=-1": "update.micro_batch_size is -1; it must be at least 1",
     "--update.max_microbatch_tokens=0": "update.max_microbatch_tokens is 0; it must be at least 1",
     "--update.sync=never": (
         "update.sync is 'never'; it must be 'auto', 'last', 'every', 'gather_once' or 'replica_last'"
     ),
     "--update.tail=keep": "update.tail is 'keep'; it must be 'step', 'drop' or 'carry'",
-    "--update.max_norm=0": "update.max_norm is 0.0; it must be greater than 0",
+    "--update.max_norm=0": "update.max_norm is 0; it must be greater than 0",
     "--parallel.wrapper=deepspeed": "parallel.wrapper is 'deepspeed'; it must be 'ddp', 'fsdp2' or 'replicate'",
-    "--optim.lr=-1": "optim.lr is -1.0; it must be at least 0",
+    "--optim.lr=-1": "optim.lr is -1; it must be at least 0",
     "--optim.lr=nan": "optim.lr is nan; it must be a finite number",
-    "--optim.betas=0.9": "optim.betas is '0.9'; it must be two numbers",
-    "--optim.betas=0.9,2": "optim.betas is 2.0; it must be two numbers",
+    "--optim.betas=0.9": "optim.betas is [0.9]; it must be two numbers",
+    "--optim.betas=0.9,2": "optim.betas is 2; it must be two numbers",
     "--run.seed=9223372036854775808": "run.seed is … it must be less than 9223372036854775808",
     "--run.folder=": "run.folder is ''; it must name a folder",
     "--run.profile_steps=3,x": "run.profile_steps is 'x'; it must be a whole number",
     "--run.resume=maybe": "run.resume is 'maybe'; it must be true or false",
     "--model.dtype=int8": "model.dtype is 'int8'; it must be 'float32', 'float64' or 'bfloat16'",
     "--tracking.trackers=wanb": "tracking.trackers is 'wanb'; it must be 'wandb', 'mlflow' or 'trackio': change it on",
-    "--data.mixture.code.weight=0": "data.mixture.code.weight is 0.0; it must be greater than 0",
+    "--data.mixture.code.weight=0": "data.mixture.code.weight is 0; it must be greater than 0",
     "--model.name=gpt2 --model.function=a:b": "model.name and model.function set in {path}; give one of",
     "--data.mixture=3": "data.mixture is '3' … write --data.mixture.key=value",
     "--model.config=3": "model.config is '3' … write --model.config.key=value",
@@ -230,6 +230,9 @@ def test_overrides_have_the_types_of_their_keys(recipe: Path) -> None:
     assert config.run.folder == "a=b"
     assert config.model.config == {"model_type": "llama", "hidden_size": 32}
     assert config.optim.lr == 1e-4
+    words = load(recipe, "--data.text_field=true", "--run.folder=none", "--eval.watch=None").model_dump()
+    assert (words["data"]["text_field"], words["run"]["folder"], words["eval"]["watch"]) == ("true", "none", None)
+    assert load(recipe, "--optim.ema_decay=none", "--optim.lr=1").optim.lr == 1.0
     assert load(recipe, "--run.resume=true").run.resume is True
     assert load(recipe, "--run.resume=false").run.resume is False
 
@@ -253,6 +256,11 @@ def test_an_override_of_one_alternative_replaces_the_others(recipe: Path) -> Non
     config = load(recipe, "--model.name=gpt2", "--data.path=x.jsonl")
     assert (config.model.name, config.model.config) == ("gpt2", None)
     assert (config.data.path, config.data.function) == ("x.jsonl", None)
+    own = 'function = "a:b"\noptions = {n = 1}'
+    recipe.write_text(RECIPE.replace('config = {model_type = "llama", hidden_size = 64}', own))
+    assert load(recipe).model.options == {"n": 1}
+    config = load(recipe, "--model.name=gpt2")
+    assert (config.model.name, config.model.function, config.model.options) == ("gpt2", None, {})
 
 
 def test_a_run_is_named_after_its_recipe(recipe: Path) -> None:

@@ -34,11 +34,11 @@ TOKENS = torch.arange(24).view(2, 12)
 
 def train(ranks: Ranks, config: Config, folder: Path, *, average: bool = False) -> dict[str, Tensor]:
     """Two updates, a checkpoint after each; the weights after the second, or their average."""
-    laid = build(config, ranks, SILENT, None, None)
-    optimizer = torch.optim.AdamW(laid.model.parameters(), lr=1e-2)
-    learner = Learner(laid.model, optimizer, GradientAccumulator(laid.model, micro_batch_size=2))
+    parallel_model = build(config, ranks, SILENT, None, None)
+    optimizer = torch.optim.AdamW(parallel_model.model.parameters(), lr=1e-2)
+    learner = Learner(parallel_model.model, optimizer, GradientAccumulator(parallel_model.model, micro_batch_size=2))
     state: dict[str, Stateful] = {"learner": learner}
-    mean = Average(laid.base, 0.5)
+    mean = Average(parallel_model.base, 0.5)
     if average:
         state["average"] = mean
     if ranks.is_main:
@@ -50,7 +50,7 @@ def train(ranks: Ranks, config: Config, folder: Path, *, average: bool = False) 
         learner.optim_step()
         mean.update()
         checkpoint.save(folder, checkpoint.states_of(state), {"step": step}, ranks)
-    weights = {name: whole(each) for name, each in laid.base.state_dict().items()}
+    weights = {name: whole(each) for name, each in parallel_model.base.state_dict().items()}
     return weights | {name: whole(each).to(weights[name].dtype) for name, each in mean.state_dict().items() if average}
 
 

@@ -112,6 +112,8 @@ def test_many_labels_are_no_classes(folder: Path) -> None:
     (folder / "ids.csv").write_text("text,label\n" + "".join(f"a,{number}\n" for number in range(50)))
     found = look("ids.csv", None)
     assert (found.keys, found.unread) == ({"path": "ids.csv", "text_field": "text"}, ["label"])
+    (folder / "ids.csv").write_text("text,label\n" + "".join(f"a,{number % 150}\n" for number in range(300)))
+    assert len(look("ids.csv", "classification").labels) == 150, "who asks for classes gets all"
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 12, 90, 500, 7473, 300_000])

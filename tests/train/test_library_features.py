@@ -40,16 +40,18 @@ def trained(ranks: Ranks, recipe: Path, values: dict[str, Any]) -> dict[str, Ten
     updates = Updates(data, config, ranks)
     loss_fn: Any = load_function(config.loss.function, "loss.function")
     with Float64WithoutDropout():  # norms and routers of transformers round to float32 otherwise
-        laid = build(config, ranks, SILENT, data.longest_tokens, tokenizer)
+        parallel_model = build(config, ranks, SILENT, data.longest_tokens, tokenizer)
         check_loss(loss_fn, config, has_sets=bool(data.sets))
-        loss_fn = in_precision(train_with_router(loss_fn, config, laid, updates), config.model, laid, ranks.device)
-        learner = build_learner(laid, config, updates.num_updates, None)
+        loss_fn = in_precision(
+            train_with_router(loss_fn, config, parallel_model, updates), config.model, parallel_model, ranks.device
+        )
+        learner = build_learner(parallel_model, config, updates.num_updates, None)
         losses: list[float] = []
         for batch in islice(updates, NUM_UPDATES):
             torch.manual_seed(0)
             learner.forward_backward(batch, loss_fn)
             losses.append(float(learner.optim_step().loss))
-    weights = {name: whole(each) for name, each in laid.base.state_dict().items()}
+    weights = {name: whole(each) for name, each in parallel_model.base.state_dict().items()}
     return {**weights, "losses": torch.tensor(losses, dtype=torch.float64)}
 
 

@@ -79,6 +79,13 @@ def test_rows_are_appended_and_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    context = metrics_of(tmp_path)
+    add(context, evaluation(1, "held-out") | {"eval_loss": float("nan")})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert '"eval_loss": null' in line
+
+
 def test_a_broken_line_is_refused_and_a_last_one_that_was_cut_off_is_not(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for cut_off in (b'{"step": 2, "lo', b'{"x": 1}', b"\xff", b"\0\0"):

@@ -38,7 +38,7 @@ OWNED = "is not the recipe's to set;"
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def laid(model: dict[str, Any] | None = None, **keys: Any) -> ParallelModel:
+def parallel_model(model: dict[str, Any] | None = None, **keys: Any) -> ParallelModel:
     return build(recipe(model, **keys), ALONE, SILENT, None, None)
 
 
@@ -89,7 +89,7 @@ def test_an_encoder_is_refused() -> None:
     sizes = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     config = {**sizes, "model_type": "bert", "intermediate_size": 24}
     assert refused({"config": config}).startswith("the model of model.config is not causal: a token's output changes")
-    assert laid({"config": {**config, "is_decoder": True}}).words
+    assert parallel_model({"config": {**config, "is_decoder": True}}).words
     other = {**sizes, "model_type": "t5"}
     del other["num_hidden_layers"], other["hidden_size"], other["num_attention_heads"]
     assert refused({"config": other}).startswith("model.config is not of a causal language model that transformers")
@@ -98,7 +98,7 @@ def test_an_encoder_is_refused() -> None:
 def test_transformers_is_silent_only_while_it_builds(capfd: pytest.CaptureFixture[str]) -> None:
     """A vocabulary without GPT-2's own end token is worth a warning there, and is what every recipe here has."""
     level = logging.getLogger("transformers").level
-    model = laid(family="gpt2").base
+    model = parallel_model(family="gpt2").base
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger("transformers").level == level
     assert model.training
@@ -106,12 +106,12 @@ def test_transformers_is_silent_only_while_it_builds(capfd: pytest.CaptureFixtur
 
 
 def test_what_makes_it_another_model() -> None:
-    made = laid(family="gpt2").identity
+    made = parallel_model(family="gpt2").identity
     assert made["parameters"]["transformer.wte.weight"] == ["float32", 385, 16]
     assert made["model_config"]["n_embd"] == 16
     assert "transformers_version" not in made["model_config"]
-    assert made == laid(family="gpt2", seed=99).identity
-    assert made != laid({"dtype": "bfloat16"}, family="gpt2").identity
+    assert made == parallel_model(family="gpt2", seed=99).identity
+    assert made != parallel_model({"dtype": "bfloat16"}, family="gpt2").identity
 
 
 def test_the_data_must_fit() -> None:
@@ -146,12 +146,17 @@ def own(tmp_path: Path) -> str:
 
 
 def test_a_function_makes_any_module(own: str) -> None:
-    one, same, other = (laid({"function": f"{own}:linear", "options": {"size": 5}}, seed=seed) for seed in (1, 1, 2))
+    one, same, other = (
+        parallel_model({"function": f"{own}:linear", "options": {"size": 5}}, seed=seed) for seed in (1, 1, 2)
+    )
     assert isinstance(one.base, nn.Linear)
     assert one.identity == {"parameters": {"weight": ["float32", 5, 5], "bias": ["float32", 5]}}
     assert torch.equal(one.base.weight, same.base.weight)
     assert not torch.equal(one.base.weight, other.base.weight)
-    assert laid({"function": f"{own}:linear", "dtype": "float64"}).identity["parameters"]["weight"][0] == "float64"
+    assert (
+        parallel_model({"function": f"{own}:linear", "dtype": "float64"}).identity["parameters"]["weight"][0]
+        == "float64"
+    )
 
 
 def test_a_function_that_makes_none_gets_its_line(own: str) -> None:
@@ -189,7 +194,9 @@ def num_saved(made: ParallelModel) -> int:
 def test_recomputed_activations_change_no_gradient(family: str, recompute: bool | str) -> None:
     no_dropout = {key: 0.0 for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop") if family == "gpt2"}
     config = {**FAMILIES[family], **no_dropout}
-    plain, recomputed = (laid({"config": config, "activation_checkpointing": on}) for on in (False, recompute))
+    plain, recomputed = (
+        parallel_model({"config": config, "activation_checkpointing": on}) for on in (False, recompute)
+    )
     assert num_saved(recomputed) < 0.5 * num_saved(plain)
     one, other = gradients(plain), gradients(recomputed)
     assert one.keys() == other.keys()
@@ -200,7 +207,7 @@ def test_recomputed_activations_change_no_gradient(family: str, recompute: bool 
 def test_dropout_beside_kept_matrix_products_is_drawn_again() -> None:
     found = []
     for recompute in (False, "selective"):
-        made = laid({"config": GPT2, "activation_checkpointing": recompute, "keyed_dropout": False})
+        made = parallel_model({"config": GPT2, "activation_checkpointing": recompute, "keyed_dropout": False})
         torch.manual_seed(3)
         found.append(gradients(made))
     one, other = found
@@ -225,7 +232,7 @@ def test_selective_recomputing_is_refused_where_it_is_not_tested(section: str, k
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
-    made = laid({"freeze": ["*.embed_tokens.*", "model.layers.0.*"], "activation_checkpointing": True})
+    made = parallel_model({"freeze": ["*.embed_tokens.*", "model.layers.0.*"], "activation_checkpointing": True})
     frozen = [name for name, each in made.base.named_parameters() if not each.requires_grad]
     assert frozen[0] == "model.embed_tokens.weight"
     assert len(frozen) == 10
@@ -234,7 +241,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
-    made = laid({"freeze": ["lm_head.*"]}, family="tied llama")
+    made = parallel_model({"freeze": ["lm_head.*"]}, family="tied llama")
     assert not made.base.model.embed_tokens.weight.requires_grad
 
 
@@ -246,7 +253,7 @@ def test_a_bad_freeze_gets_its_line() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_attention_backend_is_the_one_asked_for(attention: str) -> None:
-    assert laid({"attention": attention}).base.config._attn_implementation == attention
+    assert parallel_model({"attention": attention}).base.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention", "spda", "someone/kernel"])
@@ -261,7 +268,7 @@ def test_an_attention_backend_that_cannot_train_here_gets_its_line(attention: st
 def test_compiled_layers_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    plain, compiled = laid({}), laid({"compile": True})
+    plain, compiled = parallel_model({}), parallel_model({"compile": True})
     assert "compiled: 2 layers" in compiled.words
     one, other = gradients(plain), gradients(compiled)
     assert one.keys() == other.keys()
@@ -271,7 +278,7 @@ def test_compiled_layers_compute_the_same(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_is_loaded_as_transformers_does(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(architecture_of(recipe(family="qwen2").model)).save_pretrained(tmp_path)
-    made = laid({"name": str(tmp_path)})
+    made = parallel_model({"name": str(tmp_path)})
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(made.base(input_ids=TOKENS).logits, reference(input_ids=TOKENS).logits)
     assert made.words[0] == f"Qwen2ForCausalLM, weights of {tmp_path}"
@@ -281,7 +288,7 @@ def test_a_folder_is_loaded_as_transformers_does(tmp_path: Path) -> None:
 def test_weights_that_a_folder_lacks_are_named(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(architecture_of(recipe().model))
     model.model.save_pretrained(tmp_path)
-    one, same = (laid({"name": str(tmp_path)}) for _ in range(2))
+    one, same = (parallel_model({"name": str(tmp_path)}) for _ in range(2))
     assert "1 of its tensors is not there and fresh: lm_head.weight" in one.words[0]
     assert torch.equal(one.base(input_ids=TOKENS).logits, same.base(input_ids=TOKENS).logits)
 
@@ -347,7 +354,7 @@ def test_the_hub_out_of_reach_gets_its_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 def crossing(family: str, attention: str) -> bool:
     """By gradients: whether logits of second documents depend on the first ones' embeddings, in any of two rows."""
-    base = laid({"attention": attention, "config": FAMILIES[family]}).base.eval()
+    base = parallel_model({"attention": attention, "config": FAMILIES[family]}).base.eval()
     inputs = base.get_input_embeddings()(TOKENS).detach().requires_grad_()
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]).expand(2, -1)
     base(inputs_embeds=inputs, position_ids=positions).logits[:, 5:].logsumexp(-1).sum().backward()
@@ -358,7 +365,7 @@ def crossing(family: str, attention: str) -> bool:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "gpt_neox"])
 def test_packed_documents_are_isolated(family: str, attention: str) -> None:
-    words = laid({"attention": attention}, family=family, data={"pack_tokens": 32}).words
+    words = parallel_model({"attention": attention}, family=family, data={"pack_tokens": 32}).words
     assert words[-1] == f"documents are isolated by their position_ids ({attention})"
     assert not crossing(family, attention)
 
@@ -366,11 +373,11 @@ def test_packed_documents_are_isolated(family: str, attention: str) -> None:
 def test_documents_that_see_each_other_are_spoken_of() -> None:
     config = {"model_type": "opt", "vocab_size": 385, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
-    warnings = laid({"config": config}, data={"pack_tokens": 32}).warnings
+    warnings = parallel_model({"config": config}, data={"pack_tokens": 32}).warnings
     assert warnings[-1].startswith(
         "attention crosses documents: those of a packed row see each other (sdpa); set model.att"
     )
-    assert not any("documents" in line for line in laid({"config": config}).warnings)
+    assert not any("documents" in line for line in parallel_model({"config": config}).warnings)
 
 
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt

@@ -67,9 +67,9 @@ def test_a_model_whose_samples_see_each_other_is_refused(refuse: Callable[..., s
 def test_a_model_is_tried_as_it_computes() -> None:
     """Some attention runs in bfloat16 alone, as autocast gives it."""
     config = recipe(model={"compute_dtype": "bfloat16", "dtype": "float32"}, update={"one_row": True})
-    laid, seen = build(config, ALONE, SILENT, None, None), list[Any]()
-    laid.base.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.dtype))
-    build_accumulator(laid.model, config, None)
+    parallel_model, seen = build(config, ALONE, SILENT, None, None), list[Any]()
+    parallel_model.base.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.dtype))
+    build_accumulator(parallel_model.model, config, None)
     assert set(seen) == {torch.bfloat16}
 
 

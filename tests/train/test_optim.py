@@ -23,6 +23,7 @@ from megabatch.train.model.optimizer import (
     decay_steps_of,
     groups_of,
     lr_factor,
+    optim_of,
 )
 from tests.exact.launch import Run, launch, launch_all
 from tests.train.conftest import Bench
@@ -244,6 +245,14 @@ def test_muon_has_hidden_matrices_and_adamw_the_rest() -> None:
     assert decaying["betas"] == vectors["betas"] == (0.8, 0.9)
     rate = build_optimizer(model, OptimConfig(name="Muon", lr=0.5)).param_groups[1]["lr"]
     assert rate == 0.5  # the sizes of updates are alike
+
+
+def test_muon_with_the_same_bits_on_a_cpu_does_not_fuse_adamw() -> None:
+    config = config_of(name="Muon")
+    same = config.model_copy(update={"update": config.update.model_copy(update={"same_bits": True})})
+    for each, fused in ((config, True), (same, False)):
+        groups = build_optimizer(Tiny(), optim_of(each, torch.device("cpu"))).param_groups
+        assert [group["fused"] for group in groups[1:]] == [fused, fused]
 
 
 def test_a_model_without_a_hidden_matrix_is_no_model_for_muon() -> None:

@@ -138,7 +138,12 @@ def test_a_run_stops_early_and_keeps_its_best_and_its_last(own: Bench) -> None:
     said = own.train(eval__patience=2, eval__watch="near", optim__lr=5.0, run__folder=worse, update__max_norm="None")
     steps = [row["step"] for row in own.rows(worse) if row.get("set") == "near"]
     assert steps[-1] < 15
-    assert f"stopped after update {steps[-1]}: the watched loss has not fallen for 2 evaluations" in said
+    stopped = f"stopped after update {steps[-1]}: the watched loss has not fallen for 2 evaluations"
+    assert stopped in said
+    assert stopped in own.train(
+        eval__patience=2, eval__watch="near", optim__lr=5.0, run__folder=worse, update__max_norm="None",
+        run__resume=True,
+    )  # fmt: skip
 
 
 def test_a_model_of_ones_own_may_leave_parameters_out_of_a_microbatch(own: Bench) -> None:

@@ -23,7 +23,7 @@ from megabatch.train.config import Config, EvalConfig, ParallelConfig, UpdateCon
 from megabatch.train.config.parallel_layout import Layout, layout_of
 from megabatch.train.model.build import ParallelModel, build
 from megabatch.train.parallel.pipeline_stages import deal_layers, parts_of, per_rank, stages_of
-from megabatch.train.parallel.wrap import Wrapper
+from megabatch.train.parallel.wrap import WrapperChoice
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.exact.launch import launch
@@ -70,17 +70,17 @@ def plain_of(family: str, dtype: str) -> nn.Module:
     return with_exact_norms(build(config_of(family, dtype), Ranks(0, 1, CPU), SILENT, None, None)).base
 
 
-def with_exact_norms(laid: ParallelModel) -> ParallelModel:
+def with_exact_norms(parallel_model: ParallelModel) -> ParallelModel:
     """Norms that compute in the weights' type; transformers' go through float32."""
-    for module in laid.base.modules():
+    for module in parallel_model.base.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(exact_norm, module)
-    return laid
+    return parallel_model
 
 
-def of_all_stages(laid: ParallelModel, values: dict[str, Any]) -> dict[str, Any]:
+def of_all_stages(parallel_model: ParallelModel, values: dict[str, Any]) -> dict[str, Any]:
     """The tensors of every stage, by the names of the whole model."""
-    model: Any = laid.model
+    model: Any = parallel_model.model
     return {name: each for own in model.stage_ranks.exchange_objects(values) for name, each in own.items()}
 
 
@@ -105,18 +105,22 @@ def gradient_job(name: str) -> dict[str, Any]:
     """
     family, schedule, wrapper, tp, stream, dtype = name.split()
     schedule, _, number = schedule.partition("/")
-    laid, ranks = laid_of(
+    parallel_model, ranks = laid_of(
         config_of(
             family, dtype, pp=2, tp=int(tp), schedule=schedule, wrapper=None if wrapper == "plain" else wrapper,
             sequence_parallel=stream == "sequence", stages_per_rank=int(number) if number else None,
         )
     )  # fmt: skip
-    assert len(cast(Any, laid.model).stages) == int(number or per_rank(ParallelConfig(pp=2, schedule=schedule)))
+    assert len(cast(Any, parallel_model.model).stages) == int(
+        number or per_rank(ParallelConfig(pp=2, schedule=schedule))
+    )
     plain = plain_of(family, dtype)
-    weights = of_all_stages(laid, {name: whole(each.detach()).clone() for name, each in laid.base.named_parameters()})
-    gradient = GradientAccumulator(laid.model, micro_batch_size=2)
-    found = [evaluated(laid.run, ranks, MANY)]
-    planned, computed, embedded, steps = 0, 0, tokens_embedded(laid.base), list[int]()
+    weights = of_all_stages(
+        parallel_model, {name: whole(each.detach()).clone() for name, each in parallel_model.base.named_parameters()}
+    )
+    gradient = GradientAccumulator(parallel_model.model, micro_batch_size=2)
+    found = [evaluated(parallel_model.run, ranks, MANY)]
+    planned, computed, embedded, steps = 0, 0, tokens_embedded(parallel_model.base), list[int]()
     for call in range(len(LENGTHS)):
         before = sum(embedded)
         gradient.forward_backward(samples(call)[ranks.dp_rank :: ranks.dp_degree], losses.next_token)
@@ -124,11 +128,11 @@ def gradient_job(name: str) -> dict[str, Any]:
         steps.append(len(gradient.last_plan.steps))
         planned += tokens_with_stand_ins(gradient.last_plan)
         computed += sum(embedded) - before
-        found.append(evaluated(laid.run, ranks, FEW))
+        found.append(evaluated(parallel_model.run, ranks, FEW))
     update = gradient.finalize(max_norm=1e9)
-    own = {name: whole(each.grad) for name, each in laid.base.named_parameters()}
+    own = {name: whole(each.grad) for name, each in parallel_model.base.named_parameters()}
     expected = answer(plain, sums, [*samples(0), *samples(1)]).gradients
-    error, worst = worst_error(of_all_stages(laid, own), expected)
+    error, worst = worst_error(of_all_stages(parallel_model, own), expected)
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in expected.values()]))
     right = {number: evaluated(plain, Ranks(0, 1, CPU), number) for number in (MANY, FEW)}
     return {
@@ -139,8 +143,8 @@ def gradient_job(name: str) -> dict[str, Any]:
         "norm": relative_error(update.grad_norm, norm),
         "loss": abs(float(update.loss) / answer(plain, sums, [*samples(0), *samples(1)]).loss - 1),
         "evaluation": max(distance(each, right[number]) for each, number in zip(found, (MANY, FEW, FEW), strict=True)),
-        "nothing": evaluate(cast(Pipeline, laid.model), [], losses.next_token),
-        "training": all(module.training for module in laid.run.modules()),
+        "nothing": evaluate(cast(Pipeline, parallel_model.model), [], losses.next_token),
+        "training": all(module.training for module in parallel_model.run.modules()),
         "computed": computed in (0, planned),  # 0: the embedding is on another stage
         "embedded": computed,
         "steps": steps,
@@ -168,12 +172,12 @@ def tokens_with_stand_ins(plan: Plan) -> int:
 def groups_job(_: str) -> str:
     """The error if one stage has vectors to train and the other has none."""
     config = config_of("gpt2", "float32", pp=2, freeze=["*.bias", "*.h.0.ln*", "*.h.1.ln*", "*.h.2.ln*"])
-    laid = laid_of(config)[0]
-    kinds = [[each for each in laid.base.parameters() if each.requires_grad and (each.ndim > 1) == matrix]
+    parallel_model = laid_of(config)[0]
+    kinds = [[each for each in parallel_model.base.parameters() if each.requires_grad and (each.ndim > 1) == matrix]
              for matrix in (True, False)]  # fmt: skip
     optimizer = torch.optim.SGD([{"params": each} for each in kinds if each], lr=0.1)
-    learner = Learner(laid.model, optimizer, GradientAccumulator(laid.model, micro_batch_size=2))
-    return told(lambda: StagedLearner(learner, laid))
+    learner = Learner(parallel_model.model, optimizer, GradientAccumulator(parallel_model.model, micro_batch_size=2))
+    return told(lambda: StagedLearner(learner, parallel_model))
 
 
 def evaluated(model: nn.Module, ranks: Ranks, num_samples: int) -> list[dict[str, Any]]:
@@ -367,7 +371,7 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(bench: Bench, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_checkpoint_of_stages_is_that_of_the_whole_model(bench: Bench) -> None:
-    """Two updates in stages, two on one process, two in stages laid out otherwise."""
+    """Two updates in stages, two on one process, two in stages parallel_model out otherwise."""
     values = {"optim__decay_steps": 6, "optim__ema_decay": 0.5, "model__config__n_layer": 4, **NO_DROPOUT}
     bench.train(run__folder=bench.path / "whole", **values)
     bench.train(ranks=2, run__max_steps=2, parallel__pp=2, **values)
@@ -461,4 +465,6 @@ def test_autocast_does_not_reach_stages() -> None:
     config = config_of("llama", "float32", pp=2)
     model, mixed = model_of("llama"), config.model.model_copy(update={"compute_dtype": "bfloat16"})
     with pytest.raises(MegabatchError, match=r"^model.compute_dtype is 'bfloat16' and parallel.pp is 2, whose stages"):
-        stages_of(model, config.model_copy(update={"model": mixed}), Wrapper("plain", ""), TWO_STAGES, lambda: model)
+        stages_of(
+            model, config.model_copy(update={"model": mixed}), WrapperChoice("plain", ""), TWO_STAGES, lambda: model
+        )

@@ -28,7 +28,7 @@ from megabatch.train.config.contradictions import check_config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
-from megabatch.train.model.architecture import quiet
+from megabatch.train.model.architecture import silence
 from megabatch.train.plan import simulation
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import Choice, Split, UpdateLengths, build_grid
@@ -234,7 +234,7 @@ def test_the_layouts_of_processes(recipe: Path, world: int, stated: list[str], t
 def test_pipelines_are_among_the_layouts_of_a_model_that_can_be_cut(recipe: Path) -> None:
     asked = read_request(["--layouts", *arguments(8, model__config__num_hidden_layers=4)])
     config = load_config(recipe, list(asked.overrides))
-    with quiet():
+    with silence():
         degrees = pipeline_degrees(bare_model(config), config, asked)
     assert degrees == [1, 2, 4]  # a layer for each stage, of four, and four samples
     texts = [layout_text(each) for each in propose_layouts(config.parallel, asked, 64, degrees)]
@@ -247,7 +247,7 @@ def test_pipelines_are_among_the_layouts_of_a_model_that_can_be_cut(recipe: Path
     config = load_config(recipe, list(stated.overrides))
     assert pipeline_degrees(bare_model(config), config, stated) == [3]
     config = config.model_copy(update={"parallel": ParallelConfig()})
-    with quiet():
+    with silence():
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", num_hidden_layers=4, hidden_size=64))
     assert pipeline_degrees(model, config, asked) == [1]
 
@@ -327,7 +327,7 @@ def test_the_host_steps_as_fast_as_its_memory_and_copies_as_fast_as_pcie(recipe:
     what = subject(recipe, 2, parallel__wrapper="fsdp2", parallel__cpu_offload="true", device="h100")
     choice = what.grid.choices()[0]
     device = replace(what.device, launch_seconds=0.0, host_bytes_per_second=1e3, pcie_bytes_per_second=1e3)
-    with quiet():
+    with silence():
         found = replace(what, device=device).simulate(choice)
     shard = 4 * what.sizes.num_parameters / 2
     step = found.phases["step"]
@@ -363,7 +363,7 @@ def test_layouts_are_ranked_as_a_source_has_measured_them_in_a_plan(model: str, 
     update = whole.update.model_copy(update={"micro_batch_size": 4})
     own = whole.model.model_copy(update={"activation_checkpointing": True})
     console = Console(enabled=False, loss_digits=4)
-    with quiet():
+    with silence():
         layouts, _ = build_layouts(whole.model_copy(update={"update": update, "model": own}), asked, console)
         published = {run.tp for run in runs}
         layouts = [
@@ -547,7 +547,7 @@ def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str, monkeypa
     if name == "gather_once":
         choices = [replace(choice, sync=name, num_microbatches=2, reshard=False) for choice in choices]
     for choice in choices:
-        with quiet():
+        with silence():
             found, expected = (each.simulate(choice) for each in (deep, replace(deep, repeats=None)))
         assert (found.where, found.flops, found.num_parameters) == (
             expected.where, expected.flops, expected.num_parameters,
@@ -575,7 +575,7 @@ def test_a_step_that_is_cut_across_layers_is_extended(recipe: Path) -> None:
         for num_layers in (3, 4)
     )  # fmt: skip
     choice = next(choice for choice in shallow.grid.choices() if choice.recompute)
-    with quiet():
+    with silence():
         pair = shallow.simulate(choice), deeper.simulate(choice)
     peaks: list[int] = []
     for num_blocks in (17, 47, 77):
@@ -686,7 +686,7 @@ def test_without_a_length_the_data_are_read(bench: Bench, capsys: pytest.Capture
     what = subject(bench.recipe, device="cpu", **values)
     choice = next(each for each in what.grid.choices() if each.micro_batch_size == 1)
     assert choice.fill < 1
-    with quiet():
+    with silence():
         ragged, longest = what.simulate(choice), what.simulate(replace(choice, fill=1.0))
     step = longest.phases["step"].compute_seconds
     assert ragged.peak_bytes == longest.peak_bytes
@@ -1068,11 +1068,11 @@ def test_a_quantized_optimizer_is_planned_without_its_package(recipe: Path) -> N
 def test_a_published_layout_keeps_the_embedding_whole_and_frees_the_root() -> None:
     small = replace(RUNS[5], model="Llama 2 7B", micro_batch_size=1, length_tokens=512)
     request = PlanRequest(small.world, device_named("h200"), 2**40)
-    with quiet():
+    with silence():
         own = build_simulator(recipe_of(small), request, Console(enabled=False, loss_digits=4))
     own = replace(own, repeats=Repeats(1, 1, 0))
     choice = Choice(1, 2, "last", reshard=True, recompute=True, fused=True)
-    with quiet():
+    with silence():
         plain, source = (each.simulate(choice) for each in (own, replace(own, divide=divide_as_kempner)))
     more = 32000 * 4096 * (1 - 1 / small.tp)  # numbers of the embedding that other ranks have
     assert source.steady_bytes - plain.steady_bytes == pytest.approx(more * 2 * 3, rel=0.01)  # weights and two states

@@ -39,17 +39,19 @@ def samples() -> list[dict[str, Tensor]]:
 def cut(ranks: Ranks, way: str, wrapper: str | None) -> dict[str, Any]:
     """The gradient of this rank's share, in microbatches of two samples, summed by the accumulator."""
     config = recipe(WAYS[way], wrapper=wrapper, update={"accumulate_dtype": "float32"} if way == "wide" else None)
-    laid = build(config, ranks, SILENT, None, None)
-    gradient = GradientAccumulator(laid.model, micro_batch_size=2, accumulate_dtype=accumulation_of(config.update))
-    loss = in_precision(losses.next_token, config.model, laid, ranks.device)
+    parallel_model = build(config, ranks, SILENT, None, None)
+    gradient = GradientAccumulator(
+        parallel_model.model, micro_batch_size=2, accumulate_dtype=accumulation_of(config.update)
+    )
+    loss = in_precision(losses.next_token, config.model, parallel_model, ranks.device)
     gradient.forward_backward(samples()[ranks.rank :: ranks.size], loss)
     update = gradient.finalize()
     whole = {
         name: (each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad)
-        for name, each in laid.base.named_parameters()
+        for name, each in parallel_model.base.named_parameters()
         if each.grad is not None
     }
-    return {"loss": float(update.loss), "gradients": whole, "words": laid.words}
+    return {"loss": float(update.loss), "gradients": whole, "words": parallel_model.words}
 
 
 def uncut(way: dict[str, Any], *, exact: bool) -> Gradients:
@@ -93,21 +95,21 @@ def test_a_cut_gradient_is_as_exact_as_an_uncut_one(tmp_path: Path, num_ranks: i
 def test_the_weight_is_still_counted_from_the_data() -> None:
     for keys in (MIXED, {}):
         config = recipe(keys)
-        laid = build(config, ALONE, SILENT, None, None)
-        loss = in_precision(losses.next_token, config.model, laid, ALONE.device)
+        parallel_model = build(config, ALONE, SILENT, None, None)
+        loss = in_precision(losses.next_token, config.model, parallel_model, ALONE.device)
         assert weigh_of(loss) is losses.count_targets
 
 
 def test_autocast_ends_with_the_loss() -> None:
     config = recipe(MIXED)
-    laid = build(config, ALONE, SILENT, None, None)
+    parallel_model = build(config, ALONE, SILENT, None, None)
     seen: list[bool] = []
 
     def look(model: nn.Module, microbatch: Any) -> tuple[Tensor, float]:
         seen.append(torch.is_autocast_enabled("cpu"))
         return torch.zeros(()), 1.0
 
-    in_precision(look, config.model, laid, ALONE.device)(laid.model, {})
+    in_precision(look, config.model, parallel_model, ALONE.device)(parallel_model.model, {})
     assert [*seen, torch.is_autocast_enabled("cpu")] == [True, False]
 
 

@@ -44,22 +44,22 @@ def four_bit_recipe(layout: str | None = None, **model: Any) -> Config:
 def on_ddp(ranks: Ranks) -> dict[str, Any]:
     """The gradient of an update, its collectives, and what was said of the model."""
     config = four_bit_recipe("ddp")
-    laid = build(config, replace(ranks, layout=layout_of(config.parallel, ranks.size)), SILENT, None, None)
-    stir(laid.base, seed=1)
-    gradient = GradientAccumulator(laid.model, micro_batch_size=1)
+    parallel_model = build(config, replace(ranks, layout=layout_of(config.parallel, ranks.size)), SILENT, None, None)
+    stir(parallel_model.base, seed=1)
+    gradient = GradientAccumulator(parallel_model.model, micro_batch_size=1)
     own = [{"input_ids": ids, "labels": ids} for ids in SAMPLES[ranks.dp_rank :: ranks.size]]
     counted = Collectives()
     with counted:
         gradient.forward_backward(own, losses.next_token)
         gradient.finalize()
-    named = dict(laid.base.named_parameters())
+    named = dict(parallel_model.base.named_parameters())
     frozen = {name: each.detach() for name, each in named.items() if not each.requires_grad}
     return {
-        "of other scales": said_of_other_scales(laid.base, ranks),
+        "of other scales": said_of_other_scales(parallel_model.base, ranks),
         "gradients": {name: each.grad.clone() for name, each in named.items() if each.grad is not None},
         "trained": named.keys() - frozen.keys(),
         "collectives": counted.table(),
-        "identity": laid.identity,
+        "identity": parallel_model.identity,
         "bits": {name: each.as_subclass(torch.Tensor).clone() for name, each in frozen.items()},
     }
 
@@ -206,9 +206,9 @@ def test_all_linear_layers_take_adapters_as_unquantized_ones_do() -> None:
 def test_the_base_is_told_apart_by_every_bit_of_it() -> None:
     seen: list[Any] = []
     for model in (*KINDS.values(), {"quantize": None}):
-        laid = build(four_bit_recipe(**model), ALONE, SILENT, None, None)
-        seen.append(laid.identity["parameters"]["model.layers.0.self_attn.k_proj.weight"])
-        assert "model.layers.0.self_attn.k_proj.weight" in left_out(laid.base, four_bit_recipe(**model).model)
+        parallel_model = build(four_bit_recipe(**model), ALONE, SILENT, None, None)
+        seen.append(parallel_model.identity["parameters"]["model.layers.0.self_attn.k_proj.weight"])
+        assert "model.layers.0.self_attn.k_proj.weight" in left_out(parallel_model.base, four_bit_recipe(**model).model)
     assert [each[0] for each in seen] == ["nf4, scales in 8 bits", "nf4", "fp4, scales in 8 bits", "float32"]
     assert len({each[-1] for each in seen}) == len(seen)
     assert all(each[1:3] == [64, 64] for each in seen)
@@ -217,18 +217,18 @@ def test_the_base_is_told_apart_by_every_bit_of_it() -> None:
 @with_bitsandbytes
 @pytest.mark.slow
 def test_on_two_ranks_it_is_the_same_and_only_adapters_are_sent(tmp_path: Path) -> None:
-    laid = build(four_bit_recipe(), ALONE, SILENT, None, None)
-    stir(laid.base, seed=1)
-    expected = gradients_of(laid.base)
+    parallel_model = build(four_bit_recipe(), ALONE, SILENT, None, None)
+    stir(parallel_model.base, seed=1)
+    expected = gradients_of(parallel_model.base)
     for found in on_ranks(2, tmp_path, on_ddp):
-        assert found["identity"] == laid.identity
+        assert found["identity"] == parallel_model.identity
         assert_near(found["gradients"], expected)
         assert found["of other scales"].startswith(
             "model.quantize is set and model.layers.0.self_attn.q_proj.base_layer.w"
         )
         assert found["trained"] == expected.keys()
         assert found["collectives"]["all_reduce_bytes"] == sum(each.nbytes for each in expected.values())
-        bits = {name: each for name, each in laid.base.named_parameters() if not each.requires_grad}
+        bits = {name: each for name, each in parallel_model.base.named_parameters() if not each.requires_grad}
         assert all(torch.equal(each, bits[name]) for name, each in found["bits"].items())
 
 

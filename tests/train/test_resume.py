@@ -53,6 +53,14 @@ def test_fourteen_updates_at_once_are_eight_and_six(bench: Bench, tmp_path: Path
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_stream_whose_last_evaluation_is_the_best_keeps_its_last_checkpoint(bench: Bench) -> None:
+    """The update before the end was saved in its turn, and nobody knew that it is the last."""
+    bench.train(**KINDS["stream"], run__save_every=3, eval__every=4, eval__patience=9, optim__lr=0.01)
+    losses = {row["step"]: row["eval_loss"] for row in bench.rows() if "eval_loss" in row}
+    assert min(losses, key=losses.__getitem__) == max(losses) == 6
+    assert (bench.folder / "checkpoints" / "best").read_text() == "step-6"
+
+
 def test_a_run_at_its_end_has_nothing_left_to_do(bench: Bench) -> None:
     bench.train(run__max_steps=2)
     files = ["metrics.jsonl", "plan.txt", "report.html"]

@@ -62,15 +62,15 @@ def gradient_of(ranks: Ranks, config: Config) -> tuple[Gradients, dict[str, floa
     tokenizer = load_tokenizer(config.model)
     updates = Updates(load_data(config, tokenizer, ranks, SILENT), config, ranks)
     with Float64WithoutDropout():  # norms and routers of transformers round to float32, experts have no float64
-        laid = build(config, ranks, SILENT, None, tokenizer)
-        with_router = train_with_router(losses.next_token, config, laid, updates)
-        loss_fn = in_precision(with_router, config.model, laid, ALONE.device)
-        gradient = build_accumulator(laid.model, config, None)
+        parallel_model = build(config, ranks, SILENT, None, tokenizer)
+        with_router = train_with_router(losses.next_token, config, parallel_model, updates)
+        loss_fn = in_precision(with_router, config.model, parallel_model, ALONE.device)
+        gradient = build_accumulator(parallel_model.model, config, None)
         gradient.forward_backward(updates.peek(), loss_fn)
         update = gradient.finalize()
     whole = {
         name: (each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad)
-        for name, each in laid.base.named_parameters()
+        for name, each in parallel_model.base.named_parameters()
         if each.grad is not None
     }
     terms = {name: float(value) for name, value in update.terms.items()}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch import GradientAccumulator, Learner, losses
-from megabatch.train.callbacks.evaluation import EarlyStopping, Watch
+from megabatch.train.callbacks.evaluation import BestLossTracker, EarlyStopping
 from megabatch.train.config import EvalConfig
 from tests.train.contexts import config_of, context_of
 from tests.unit.failures.table import line_of
@@ -17,7 +17,7 @@ from tests.unit.failures.table import line_of
 
 def seen(losses: list[float | None], **config: Any) -> tuple[list[bool], list[bool]]:
     """For each evaluation, one an update: True if it is the best, and True if the run stops after it."""
-    watch = Watch(EvalConfig(every=1, **config), ["held-out"])
+    watch = BestLossTracker(EvalConfig(every=1, **config), ["held-out"])
     best, stop = [], []
     for step, loss in enumerate(losses):
         watch.update(step, loss)
@@ -50,7 +50,7 @@ def test_no_number_is_never_the_best() -> None:
 )
 def test_a_resumed_run_decides_the_same(losses: list[float | None], cut: int, patience: int) -> None:
     config = EvalConfig(every=2, patience=patience)
-    whole, before, after = (Watch(config, ["held-out"]) for _ in range(3))
+    whole, before, after = (BestLossTracker(config, ["held-out"]) for _ in range(3))
     cut = min(cut, len(losses))
     expected = []
     for turn, loss in enumerate(losses):
@@ -68,7 +68,7 @@ def test_a_resumed_run_decides_the_same(losses: list[float | None], cut: int, pa
 
 
 def test_the_last_evaluation_of_a_run_can_be_the_best_of_it() -> None:
-    watch = Watch(EvalConfig(every=5), ["held-out"])
+    watch = BestLossTracker(EvalConfig(every=5), ["held-out"])
     watch.update(5, 2.0)
     watch.update(7, 1.0)
     assert (watch.best, watch.best_step) == (1.0, 7)
@@ -84,7 +84,7 @@ def test_the_last_evaluation_of_a_run_can_be_the_best_of_it() -> None:
 def test_the_set_is_the_one_asked_for_or_the_held_out_one_or_the_first(
     watch: str | None, names: list[str], expected: str | None
 ) -> None:
-    assert Watch(EvalConfig(watch=watch), names).name == expected
+    assert BestLossTracker(EvalConfig(watch=watch), names).name == expected
 
 
 def test_only_the_watched_set_counts() -> None:
@@ -102,7 +102,10 @@ def test_only_the_watched_set_counts() -> None:
 
 
 def test_another_set_begins_anew() -> None:
-    one, other = Watch(EvalConfig(watch="code"), ["code", "prose"]), Watch(EvalConfig(watch="prose"), ["code", "prose"])
+    one, other = (
+        BestLossTracker(EvalConfig(watch="code"), ["code", "prose"]),
+        BestLossTracker(EvalConfig(watch="prose"), ["code", "prose"]),
+    )
     one.update(0, 1.0)
     other.load_state_dict(one.state_dict())
     assert other.best is None
@@ -116,4 +119,4 @@ def test_another_set_begins_anew() -> None:
     ({"patience": 2, "every": None}, ["held-out"], "eval.patience is set and eval.every is not, so no evaluation "),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(config: dict[str, Any], names: list[str], line: str) -> None:
-    assert line_of(lambda: Watch(EvalConfig(**config), names)).startswith(line)
+    assert line_of(lambda: BestLossTracker(EvalConfig(**config), names)).startswith(line)

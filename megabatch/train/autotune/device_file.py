@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
 
+import tomli_w
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
@@ -49,7 +50,7 @@ _AGAIN = "write it with megabatch doctor --measure FILE"
 OPTIONAL = "all_gather"  # a table that a file of one rank lacks
 
 
-class Sizes(NamedTuple):
+class MeasuredSizes(NamedTuple):
     """Sizes of the measured operations."""
 
     matmul: int  # rows and columns
@@ -59,8 +60,8 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "cuda": Sizes(8192, (4, 32, 4096, 128), 2**28, 2**26),
-    "cpu": Sizes(512, (1, 8, 512, 64), 2**24, 2**22),
+    "cuda": MeasuredSizes(8192, (4, 32, 4096, 128), 2**28, 2**26),
+    "cpu": MeasuredSizes(512, (1, 8, 512, 64), 2**24, 2**22),
 }
 
 
@@ -159,14 +160,9 @@ def fit_line(small: tuple[int, float], large: tuple[int, float]) -> tuple[float,
 
 def device_toml(figures: Figures) -> str:
     """Return the text of a device file."""
-    plain = {key: value for key, value in figures.items() if not isinstance(value, dict)}
-    lines = ["# Measured by `megabatch doctor --measure`; read by `megabatch plan --device FILE`."]
-    lines += [f"{key} = {_toml(value)}" for key, value in plain.items()]
-    for table, values in figures.items():
-        if isinstance(values, dict):
-            items = cast(dict[str, float], values).items()
-            lines += ["", f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in items)]
-    return "\n".join(lines) + "\n"
+    return (
+        f"# Measured by `megabatch doctor --measure`; read by `megabatch plan --device FILE`.\n{tomli_w.dumps(figures)}"
+    )
 
 
 def read_device(path: Path) -> Device:
@@ -275,9 +271,3 @@ def _memory_of(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, str):
-        return '"' + "".join(c for c in value if c.isprintable() and c not in '"\\') + '"'
-    return repr(value)

@@ -16,7 +16,7 @@ from megabatch.train.checkpoints.metadata import BEST_ONLY, check_same_run, desc
 from megabatch.train.checkpoints.retention import point_to_best
 from megabatch.train.checkpoints.run_folder import recipe_text
 from megabatch.train.checkpoints.tensor_files import load, states_of
-from megabatch.train.checkpoints.writer import Request, Writer
+from megabatch.train.checkpoints.writer import CheckpointRequest, Writer
 from megabatch.train.config import Config
 from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.load import Data
@@ -79,6 +79,8 @@ class Checkpointing(Callback):
         self._writer.wait()
         if self._writer.written_step != context.step:
             self._writer.write_last(self._request(context), self._stop)
+        elif self._keeps_best and context.best.step == context.step:  # evaluated after it was saved
+            point_to_best(context.folder, context.step, context.ranks)
 
     def _wait_for_next(self) -> None:
         """Set the time of the next checkpoint, where minutes decide."""
@@ -90,7 +92,7 @@ class Checkpointing(Callback):
         looks = self._keeps_best or self._writer.is_busy or self._minutes is not None
         self.every = 1 if looks else self._save_every
 
-    def _request(self, context: RunContext, *, in_turn: bool = True) -> Request:
+    def _request(self, context: RunContext, *, in_turn: bool = True) -> CheckpointRequest:
         """Return the checkpoint to write: its state, and what it says of itself. Collective."""
         check_weights(context)
         gradient, states = context.learner.gradient, states_of(context.saved)
@@ -103,7 +105,7 @@ class Checkpointing(Callback):
             BEST_ONLY: not in_turn,
         }
         is_best = self._keeps_best and context.best.step == context.step
-        return Request(context.step, states, meta, is_best, in_turn)
+        return CheckpointRequest(context.step, states, meta, is_best, in_turn)
 
 
 def restore(context: RunContext, checkpoint: Path) -> None:
@@ -153,9 +155,9 @@ class StagedLearner:
     The ranks that have a tensor write it. The optimizer's groups are one list, which all ranks have.
     """
 
-    def __init__(self, learner: Learner, laid: ParallelModel) -> None:
-        assert is_pipeline(laid.model)
-        self._learner, self._ranks = learner, laid.model.stage_ranks
+    def __init__(self, learner: Learner, parallel_model: ParallelModel) -> None:
+        assert is_pipeline(parallel_model.model)
+        self._learner, self._ranks = learner, parallel_model.model.stage_ranks
         groups = learner.optimizer.param_groups
         seen = self._ranks.exchange_objects([{key: group[key] for key in group if key != "params"} for group in groups])
         if any(each != seen[0] for each in seen):
@@ -179,10 +181,10 @@ class StagedLearner:
         self._learner.load_state_dict(state)
 
 
-def identity_of(config: Config, data: Data, laid: ParallelModel, updates: Updates) -> dict[str, Any]:
+def identity_of(config: Config, data: Data, parallel_model: ParallelModel, updates: Updates) -> dict[str, Any]:
     """Return what makes a run this one, as JSON, for a resumed run to compare."""
     derived = {"optim.decay_steps": decay_steps_of(config, updates.num_updates)}
     return describe_run(
-        model=laid.identity, data=data.identity, settings=settings_of(config), derived=derived,
+        model=parallel_model.identity, data=data.identity, settings=settings_of(config), derived=derived,
         recipe=recipe_text(config),
     )  # fmt: skip

@@ -49,7 +49,9 @@ class Evaluation(Callback):
         config = context.config
         self.every = config.eval.every
         loss_fn = load_function(config.loss.function, "loss.function")  # without a router loss
-        in_own_precision = partial(in_precision, config=config.model, laid=context.model, device=context.ranks.device)
+        in_own_precision = partial(
+            in_precision, config=config.model, parallel_model=context.model, device=context.ranks.device
+        )
         self._terms = build_terms(config.eval, loss_fn, in_own_precision)
         own = config.eval.function
         self._own = None if own is None else load_function(own, "eval.function")
@@ -367,7 +369,7 @@ class EarlyStopping(Callback):
     """Tell the run its best evaluation, and stop it after ``eval.patience`` evaluations without a better one."""
 
     def __init__(self, context: RunContext) -> None:
-        self._watch = context.positions["watch"] = Watch(context.config.eval, context.data.sets)
+        self._watch = context.positions["watch"] = BestLossTracker(context.config.eval, context.data.sets)
         context.best = BestEvaluation(self._watch.name)
 
     def start(self, context: RunContext) -> None:
@@ -387,7 +389,7 @@ class EarlyStopping(Callback):
             context.stop_reason = f"the watched loss has not fallen for {context.config.eval.patience} evaluations"
 
 
-class Watch:
+class BestLossTracker:
     """The loss on one set. `update` takes in each evaluation of it.
 
     An evaluation out of turn, at the end of a run, can be the best. A resumed run does not know it, as a run that was

@@ -31,7 +31,7 @@ from megabatch.train.runtime.files import PLAN
 ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
 MOST_PLAN_LINES = 12  # on the screen
 PROCESS = Path("/proc/self")
-COMPARED = 2  # update of this process after which everything is there that stays
+COMPARED = 2  # the second update: optimizer states exist, so its peak is that of the run
 PROMPT_TOKENS = 240  # the shortest prompts say too little, long ones take long
 CANDIDATES = 64  # samples among which the prompt is looked for
 NEW_TOKENS = 200
@@ -146,7 +146,7 @@ def end_text(context: RunContext) -> str:
     step, best, run = context.step, context.best, context.config.run
     if (signal := context.stop.agreed) is not None:
         return f"stopped by {signal.name} after update {step}; `megabatch train {context.folder}` resumes it"
-    if context.update is None and context.checkpoint is not None:
+    if context.update is None and context.checkpoint is not None and not context.should_stop:
         key = "max_steps" if run.max_steps is not None and step >= run.max_steps else "max_epochs"
         return f"finished at update {step}: raise run.{key}, which is {getattr(run, key)}, to train on"
     why = why_ended(context)

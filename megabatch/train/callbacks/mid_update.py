@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from megabatch.train.autotune.sync_policy import MICROBATCHES_A_CALL
 from megabatch.train.callbacks.ema import local
 from megabatch.train.checkpoints.metadata import (
     FileDigest,
-    Meta,
     describe_conditions,
     find_changed_file,
     first_difference,
@@ -30,7 +29,7 @@ from megabatch.train.checkpoints.metadata import (
 from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of
 from megabatch.train.context import Callback, ForwardBackward, RunContext, UpdatePausedError, check_whole
 from megabatch.train.data.updates import part_of
-from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, write_synced
+from megabatch.train.runtime.files import read_sealed, sealed_text, write_synced
 from megabatch.train.runtime.ranks import Ranks
 
 META = "open.json"
@@ -227,11 +226,8 @@ def file_of(ranks: Ranks) -> str:
 def read_meta(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the fault of the file, "" without one, and its content, empty without a file."""
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        return "", read_sealed(path)
     except FileNotFoundError:
         return "", {}
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{path.name}: {in_one_line(error)}", {}
-    if not isinstance(meta, dict) or meta.get(DIGEST) != digest_of(cast(Meta, meta)):
-        return f"{path.name} is not what was written: its SHA-256 is another", {}
-    return "", cast(Meta, meta)
+    except ValueError as error:
+        return f"{path.name}: {error}", {}

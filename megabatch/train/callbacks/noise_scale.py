@@ -194,7 +194,7 @@ class Scale:
         return self.measurements[-max(1, round(RECENT * len(self.measurements))) :]
 
 
-class Estimate(NamedTuple):
+class NoiseEstimate(NamedTuple):
     """The noise scale of several measurements."""
 
     samples: float | None  # the noise scale; None where |G|^2 is not told from nothing
@@ -202,7 +202,7 @@ class Estimate(NamedTuple):
     at_least: float  # what it exceeds, nearly surely
 
 
-def estimate(measurements: Sequence[Measured]) -> Estimate | None:
+def estimate(measurements: Sequence[Measured]) -> NoiseEstimate | None:
     """Return the noise scale as a quotient of means, its standard error by linearisation; None for too few."""
     if len(measurements) < 4:
         return None
@@ -212,9 +212,11 @@ def estimate(measurements: Sequence[Measured]) -> Estimate | None:
         return None
     at_least = noise / (max(signal, 0.0) + SURE * signal_error)
     if signal <= SURE * signal_error:
-        return Estimate(None, math.inf, at_least)
+        return NoiseEstimate(None, math.inf, at_least)
     scale = noise / signal
-    return Estimate(scale, error_of([each.noise - scale * each.signal for each in measurements]) / signal, at_least)
+    return NoiseEstimate(
+        scale, error_of([each.noise - scale * each.signal for each in measurements]) / signal, at_least
+    )
 
 
 def error_of(values: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ from megabatch.train.checkpoints.tensor_files import SafePlanner, SafeReader, re
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.adapters import ADAPTER, INSIDE, MARK, WHOLE, layers_of, lora_config, owners_of, peft
-from megabatch.train.model.architecture import architecture_of, construct, load_tokenizer, outline, quiet
+from megabatch.train.model.architecture import architecture_of, construct, load_tokenizer, outline, silence
 from megabatch.train.model.frozen import dequantize, described, kind_of, quantize, sealed
 from megabatch.train.model.weights import fill, fresh_source, load_whole, own_source, plan_units
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
@@ -71,7 +71,7 @@ def export(
     checkpoint = chosen.path
     weights = read_weights(checkpoint)
     model: Any = exported(config, weights, checkpoint, merged=merged)
-    with writing(to) as beside, quiet():
+    with writing(to) as beside, silence():
         model.save_pretrained(beside)
         tokenizer = load_tokenizer(config.model)
         if tokenizer is not None:
@@ -213,7 +213,7 @@ def own_model(config: Config) -> nn.Module:
 def add_generation_config(model: nn.Module, config: ModelConfig) -> None:
     """Take over the generation config of model.name, which not every model has."""
     if config.name is not None:
-        with contextlib.suppress(OSError), quiet():
+        with contextlib.suppress(OSError), silence():
             cast(Any, model).generation_config = GenerationConfig.from_pretrained(config.name)
 
 
@@ -259,7 +259,7 @@ class Adapter:
         lora.modules_to_save = (config.model.lora or {}).get(WHOLE)
         lora.base_model_name_or_path = config.model.name
         lora.task_type = "CAUSAL_LM" if config.model.function is None else None
-        with quiet():
+        with silence():
             model = peft().PeftModel(base, lora, low_cpu_mem_usage=True)
         state = dict[str, Tensor]()
         for name, parameter in model.named_parameters():
@@ -283,7 +283,7 @@ def merged_model(adapter: Adapter, checkpoint: Path) -> nn.Module:
         quantize(base, config.model)
     check_base(base, checkpoint)
     dequantize(base, dtype_of(config.model))
-    with tempfile.TemporaryDirectory() as folder, quiet():
+    with tempfile.TemporaryDirectory() as folder, silence():
         adapter.save_pretrained(Path(folder))
         model = peft().PeftModel.from_pretrained(base, folder)
     check_untied(model)

@@ -16,7 +16,7 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.paths import META, POINTER, step_of
 from megabatch.train.config import Config
 from megabatch.train.config.secrets import mask
-from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, sha256_of_file, write_synced
+from megabatch.train.runtime.files import DIGEST, read_sealed, sealed_text, sha256_of_file, write_synced
 from megabatch.train.runtime.ranks import Ranks
 
 Meta = dict[str, Any]
@@ -138,16 +138,11 @@ def read_digests(checkpoint: Path) -> Digests:
 def _read_verified(checkpoint: Path) -> Meta:
     path = checkpoint / META
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_sealed(path)
     except FileNotFoundError:
         raise DamagedError(path, "it is not there") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedError(path, in_one_line(error)) from None
-    if not isinstance(meta, dict):
-        raise DamagedError(path, "it is no table")
-    meta = cast(Meta, meta)
-    if meta.get(DIGEST) != digest_of(meta):
-        raise DamagedError(path, "it is not what was written: its SHA-256 is another")
+    except ValueError as error:
+        raise DamagedError(path, str(error)) from None
     if meta.get("step") != step_of(checkpoint.name):
         raise DamagedError(path, f"it is of step {shorten(meta.get('step'))}")
     return meta
@@ -157,7 +152,9 @@ def describe_run(*, model: Meta, data: Meta, settings: Meta, derived: Meta, reci
     """Return the identity of a run as JSON reads it back, with versions and the recipe's text for people."""
     parts = {"settings": settings, "derived": derived, "model_config": {}, "parameters": {}, **model, "data": data}
     versions = {package: installed_version(package) for package in ("torch", "transformers", "megabatch")}
-    return mask(json.loads(json.dumps({**parts, "versions": versions, "recipe": recipe}, default=str)))
+    identity: Meta = json.loads(json.dumps({**parts, "versions": versions, "recipe": recipe}, default=str))
+    # Parameters have names such as cls_token, and no secrets.
+    return {key: value if key == "parameters" else mask(value) for key, value in identity.items()}
 
 
 def installed_version(package: str) -> str | None:

@@ -26,6 +26,11 @@ def recipe_of(folder: Path) -> Path:
     return folder / CONFIG
 
 
+def recipe_named(path: Path) -> Path:
+    """Return the recipe that a command line names: the file itself, or that of a run's folder."""
+    return recipe_of(path) if path.is_dir() else path
+
+
 def checkpoints_of(folder: Path) -> Path:
     """Return the folder of a run's checkpoints."""
     return folder / "checkpoints"

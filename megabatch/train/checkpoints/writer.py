@@ -34,14 +34,14 @@ SECONDS_TO_LEAVE = 3.0  # for one that is on its way when a run on several ranks
 
 
 @dataclass(frozen=True)
-class Request:
+class CheckpointRequest:
     """A checkpoint to write."""
 
     step: int
     states: dict[str, Any]
     meta: Meta
     is_best: bool
-    in_turn: bool  # what cannot be written is tried again; the best one has gone by then
+    in_turn: bool  # a regular checkpoint, which is written again if that fails; after a best one the weights move on
 
 
 class Beside(threading.Thread):
@@ -80,7 +80,7 @@ class Writer:
         self._retry_step: int | None = None  # the update at which a failed write is tried again
         self._retry_gap = 1  # after 1 update, then 2, 4, 8, ... until it is written
         self._apart = ranks_apart(ranks) if in_background(config, ranks) else None
-        self._on_its_way: tuple[Request, Beside] | None = None
+        self._on_its_way: tuple[CheckpointRequest, Beside] | None = None
         self.written_step: int | None = None
 
     def go_on(self, step: int) -> None:
@@ -97,7 +97,7 @@ class Writer:
         """Return True if a checkpoint that could not be written is to be tried again."""
         return self._retry_step is not None and step >= self._retry_step
 
-    def write(self, request: Request) -> None:
+    def write(self, request: CheckpointRequest) -> None:
         """Write a checkpoint, or begin to, and delete those that it makes superfluous.
 
         One that cannot be written is warned of and tried again later.
@@ -111,7 +111,7 @@ class Writer:
         except MegabatchError as error:
             self._fail(request, error)
 
-    def write_last(self, request: Request, stop: StopSignal) -> None:
+    def write_last(self, request: CheckpointRequest, stop: StopSignal) -> None:
         """Write the last checkpoint of a run. It waits for room until a signal comes, for a minute after one has."""
         self.wait()
         for number, seconds in enumerate(chain((0.0, *SECONDS_BETWEEN_TRIES), repeat(SECONDS_BETWEEN_LATE_TRIES))):
@@ -160,7 +160,7 @@ class Writer:
                     self._succeed(request)
             raise
 
-    def _begin(self, request: Request, apart: Ranks) -> bool:
+    def _begin(self, request: CheckpointRequest, apart: Ranks) -> bool:
         """Copy the state and begin to write the copy; whether every rank has the memory for that."""
         problem, states = None, request.states
         try:
@@ -177,7 +177,7 @@ class Writer:
         self._on_its_way = (replace(request, states={}), Beside(lambda: self._store(copied, apart)))
         return True
 
-    def _store(self, request: Request, ranks: Ranks) -> None:
+    def _store(self, request: CheckpointRequest, ranks: Ranks) -> None:
         waits = ranks is self._ranks
         with self._console.progress("saving a checkpoint", None, "files") if waits else nullcontext():
             self._with_room(lambda: save(self._folder, request.states, request.meta, ranks), ranks)
@@ -198,12 +198,12 @@ class Writer:
                 raise
             write()
 
-    def _succeed(self, request: Request) -> None:
+    def _succeed(self, request: CheckpointRequest) -> None:
         self.written_step = request.step
         self._retry_step, self._retry_gap = None, 1
         self._console.say(f"saved {path_of(self._folder, request.step)}")
 
-    def _fail(self, request: Request, error: MegabatchError) -> None:
+    def _fail(self, request: CheckpointRequest, error: MegabatchError) -> None:
         after = "is not the best one that is kept"
         if request.in_turn:
             self._retry_step, self._retry_gap = request.step + self._retry_gap, 2 * self._retry_gap

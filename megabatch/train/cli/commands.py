@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megabatch.errors import MegabatchError
-from megabatch.train.checkpoints.paths import recipe_of
+from megabatch.train.checkpoints.paths import recipe_named
 from megabatch.train.checkpoints.run_folder import resume_if_restarted
 from megabatch.train.cli.arguments import (
     ALONE,
@@ -52,34 +52,38 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Do what the arguments say; return the exit status."""
     try:
-        with exit_together() as met:
-            run_command(arguments, met)
+        with exit_together() as rendezvous:
+            run_command(arguments, rendezvous)
     except FailedError as failed:
         return failed.status
     return 0
 
 
-def run_command(arguments: Sequence[str], met: Rendezvous) -> None:
+def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     """Run one of the commands, or print help."""
     if not arguments:
-        fail(met, f"megabatch: no command; {overview()}", FAILED)
+        fail(rendezvous, f"megabatch: no command; {overview()}", FAILED)
     name, *rest = arguments
-    if name in ALONE and met.size > 1 and not (name == "verify" and STEP_FLAG in rest):
-        raise MegabatchError(f"{name} runs in one process and was started in {met.size}; start it without torchrun")
+    if name in ALONE and rendezvous.size > 1 and not (name == "verify" and STEP_FLAG in rest):
+        raise MegabatchError(
+            f"{name} runs in one process and was started in {rendezvous.size}; start it without torchrun"
+        )
     if answer(arguments):
         return
     if name not in COMMANDS:
         raise MegabatchError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}: see megabatch --help")
     if name in WITH_RECIPE:
-        run_recipe(name, rest, met)
+        run_recipe(name, rest, rendezvous)
     else:
-        run_other(name, rest, met)
+        run_other(name, rest, rendezvous)
 
 
-def run_recipe(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
+def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     """Read the recipe, and train with it, plan it or verify it."""
-    if name == "plan" and met.size > 1:
-        raise MegabatchError(f"plan runs in one process and was started in {met.size}; say --world {met.size} instead")
+    if name == "plan" and rendezvous.size > 1:
+        raise MegabatchError(
+            f"plan runs in one process and was started in {rendezvous.size}; say --world {rendezvous.size} instead"
+        )
     if is_published(name, arguments):
         from megabatch.train.plan.published import print_published
 
@@ -87,44 +91,43 @@ def run_recipe(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
         return
     config = read_config(name, arguments)
     if name == "train":
-        train(config, met)
+        train(config, rendezvous)
     elif name == "verify":
-        verify(config, met, of_step=STEP_FLAG in arguments)
+        verify(config, rendezvous, of_step=STEP_FLAG in arguments)
     else:
         from megabatch.train.plan.table import plan_recipe
 
-        recipe = Path(arguments[0])
-        plan_recipe(recipe_of(recipe) if recipe.is_dir() else recipe, list(arguments[1:]))
+        plan_recipe(recipe_named(Path(arguments[0])), list(arguments[1:]))
 
 
-def train(config: Config, met: Rendezvous) -> None:
+def train(config: Config, rendezvous: Rendezvous) -> None:
     """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
     from megabatch.train import loop
 
-    run, stop = config.run, StopSignal(speaks=met.rank == 0)
-    heartbeat = Heartbeat(met, run.answer_within_seconds, run.stuck_after, Path(run.folder))
+    run, stop = config.run, StopSignal(speaks=rendezvous.rank == 0)
+    heartbeat = Heartbeat(rendezvous, run.answer_within_seconds, run.stuck_after, Path(run.folder))
     with stop.handling():
-        ranks = init_ranks(met, config)
+        ranks = init_ranks(rendezvous, config)
         with saving_oom_limit(run, ranks), heartbeat.running():
             loop.train(loop.prepare_run(resume_if_restarted(config, ranks), ranks, stop, heartbeat))
     if stop.agreed is not None and config.run.stopped_status:
         raise FailedError(config.run.stopped_status)
 
 
-def verify(config: Config, met: Rendezvous, *, of_step: bool) -> None:
+def verify(config: Config, rendezvous: Rendezvous, *, of_step: bool) -> None:
     """Print the verification of a recipe; status 1 where the gradient depends on the cut, or the step on shards."""
     from megabatch.train.cli.verification import plain_config, verify_recipe, verify_recipe_step
 
     if of_step:
-        is_ok = verify_recipe_step(config, init_ranks(met, config)).ok
+        is_ok = verify_recipe_step(config, init_ranks(rendezvous, config)).ok
     else:
         plain = plain_config(config)
-        is_ok = verify_recipe(plain, init_ranks(met, plain)).ok
+        is_ok = verify_recipe(plain, init_ranks(rendezvous, plain)).ok
     if not is_ok:
         raise FailedError(CRASHED)
 
 
-def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
+def run_other(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     """Run a command without a recipe."""
     if name == "export":
         from megabatch.train.checkpoints.export import export
@@ -140,4 +143,4 @@ def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
         from megabatch.train.cli.doctor import examine, measure
 
         path = read_arguments(Doctor, arguments).measure
-        examine(met) if path is None else measure(met, path)
+        examine(rendezvous) if path is None else measure(rendezvous, path)

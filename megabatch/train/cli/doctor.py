@@ -58,21 +58,21 @@ class Finding(NamedTuple):
         return f"{'ok' if self.is_ok else 'fail':5} {self.subject:9} {self.text}"
 
 
-def examine(met: Rendezvous, seconds: float = SECONDS) -> None:
+def examine(rendezvous: Rendezvous, seconds: float = SECONDS) -> None:
     """Print what is found; rank 0 speaks. Raises `FailedError` with status 1 where something fails."""
     is_ok = True
-    for finding in findings(met, Deadline(met, seconds)):
+    for finding in findings(rendezvous, Deadline(rendezvous, seconds)):
         is_ok = is_ok and finding.is_ok
-        if met.rank == 0:
+        if rendezvous.rank == 0:
             print(finding, flush=True)
     if not is_ok:
         raise FailedError(CRASHED)
 
 
-def findings(met: Rendezvous, deadline: "Deadline") -> Iterator[Finding]:
+def findings(rendezvous: Rendezvous, deadline: "Deadline") -> Iterator[Finding]:
     """Examine stage after stage, in the same order on every rank."""
     with deadline.of("taking a device and joining the others"):
-        ranks = init_ranks(met, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
+        ranks = init_ranks(rendezvous, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
     with deadline.of("telling each other what is here"):
         facts = ranks.gather(facts_of(ranks.device))
     yield version_finding(facts)
@@ -87,16 +87,16 @@ def findings(met: Rendezvous, deadline: "Deadline") -> Iterator[Finding]:
         yield finding
 
 
-def measure(met: Rendezvous, path: Path, seconds: float = 5 * SECONDS) -> None:
+def measure(rendezvous: Rendezvous, path: Path, seconds: float = 5 * SECONDS) -> None:
     """Measure this machine and write a device file; rank 0 reports and writes. Raises `MegabatchError`."""
     check_device_path(path)
-    with Deadline(met, seconds).of("measuring this machine"):
-        ranks = init_ranks(met, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
+    with Deadline(rendezvous, seconds).of("measuring this machine"):
+        ranks = init_ranks(rendezvous, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
         figures = measure_device(
-            ranks.device, nearest_device(ranks.device), partial(print, flush=True) if met.rank == 0 else None
+            ranks.device, nearest_device(ranks.device), partial(print, flush=True) if rendezvous.rank == 0 else None
         )
         ranks.on_main(lambda: replace_text(path, device_toml(figures)), str(path))
-    if met.rank == 0:
+    if rendezvous.rank == 0:
         print(f"wrote {path}; plan with --device {path}", flush=True)
 
 
@@ -126,15 +126,15 @@ class Deadline:
         seconds: Of a stage, from when this rank has come to it.
     """
 
-    def __init__(self, met: Rendezvous, seconds: float) -> None:
-        self._met, self._seconds = met, seconds
-        self._store = None if met.store is None else cast(Store, cast(Any, met.store).clone())
+    def __init__(self, rendezvous: Rendezvous, seconds: float) -> None:
+        self._rendezvous, self._seconds = rendezvous, seconds
+        self._store = None if rendezvous.store is None else cast(Store, cast(Any, rendezvous.store).clone())
 
     @contextmanager
     def of(self, stage: str) -> Generator[None, None, None]:
         """Surround a stage; the others are told that this rank has come to it."""
         if self._store is not None:
-            self._store.set(f"doctor: {stage}: {self._met.rank}", "here")
+            self._store.set(f"doctor: {stage}: {self._rendezvous.rank}", "here")
         timer = threading.Timer(self._seconds, self._leave, [stage])
         timer.daemon = True
         timer.start()
@@ -144,7 +144,7 @@ class Deadline:
             if isinstance(error, MegabatchError | FailedError) or any(sign in str(error) for sign in PEER_GONE):
                 raise
             advice = "look at that rank's device and network, or try another version of torch"
-            fail(self._met, f"megabatch: doctor: {stage}: {in_one_line(error)}; {advice}", CRASHED)
+            fail(self._rendezvous, f"megabatch: doctor: {stage}: {in_one_line(error)}; {advice}", CRASHED)
         finally:
             timer.cancel()
 
@@ -155,13 +155,13 @@ class Deadline:
             is_first = self._store is None or self._store.add(FAILURE, 1) == 1
             line += f"; {self._why(stage)}"
         except STORE_FAILS:
-            is_first, line = self._met.rank == 0, f"{line}; the store by which ranks have met does not answer"
+            is_first, line = self._rendezvous.rank == 0, f"{line}; the store by which ranks have met does not answer"
         if is_first:
             print(line, file=sys.stderr, flush=True)
         leave_now(CRASHED)
 
     def _why(self, stage: str) -> str:
-        store, size = self._store, self._met.size
+        store, size = self._store, self._rendezvous.size
         if store is None:
             return "look at what else runs on this host"
         missing = [str(rank) for rank in range(size) if not store.check([f"doctor: {stage}: {rank}"])]

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
+from megabatch.train.checkpoints.paths import recipe_named
 from megabatch.train.cli.arguments import COMMANDS, WITH_RECIPE
 from megabatch.train.config import Config, ModelConfig, RunConfig, Section, SourceConfig, UpdateConfig
 from megabatch.train.config.keys import is_named_sources, is_options, known_keys
@@ -51,8 +52,10 @@ def print_help(name: str, arguments: Sequence[str]) -> None:
     """Print what a command takes; of one with a recipe every key, with the values of the recipe that is named first."""
     kind = COMMANDS[name]
     if name in WITH_RECIPE:
-        is_named = not arguments[0].startswith("-")
-        kind = with_keys(kind, load_config(Path(arguments[0]), []) if is_named else EXAMPLE)
+        config = EXAMPLE
+        if not arguments[0].startswith("-"):
+            config = load_config(recipe_named(Path(arguments[0])), [], may_be_masked=True)
+        kind = with_keys(kind, config)
     with suppress(SystemExit):  # the end of tyro's help
         tyro.cli(kind, args=["--help"], prog=f"megabatch {name}", use_underscores=True)
     if name in WITH_RECIPE:

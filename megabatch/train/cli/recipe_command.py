@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_of
+from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_named
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths, near
@@ -28,8 +28,7 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
         raise MegabatchError(f"{recipe} is data, not a recipe; write a recipe for it: megabatch init --data {recipe}")
     if name == "train" and any(word.partition("=")[0] == "--sweep" for word in overrides):
         raise MegabatchError("--sweep makes one run after the other; under torchrun start each run by itself")
-    is_run, is_trusted = recipe.is_dir(), FLAG in overrides
-    path = recipe_of(recipe) if is_run else recipe
+    is_run, is_trusted, path = recipe.is_dir(), FLAG in overrides, recipe_named(recipe)
     overrides = [word for word in overrides if word != FLAG and (name, word) != ("verify", STEP_FLAG)]
     if name == "plan":
         overrides = split_options(overrides, *PLAN_OPTIONS)[1]

@@ -33,21 +33,21 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
         raise MegabatchError(
             f"the first update has {len(batch)} sample; cutting needs at least 2: set update.global_batch_size"
         )
-    laid = build(config, ranks, console, None, tokenizer)
+    parallel_model = build(config, ranks, console, None, tokenizer)
     if config.model.lora is not None:
-        stir(laid.base, config.run.seed)
+        stir(parallel_model.base, config.run.seed)
         console.say("adapters begin with zeros, where half of their gradient is zero: they are given small numbers")
     if config.model.quantize is not None:
-        dequantize(laid.base, torch.float32)
+        dequantize(parallel_model.base, torch.float32)
         console.say("four bits are compared as the numbers that they stand for")
-    num_parameters = sum(parameter.numel() for parameter in laid.base.parameters() if parameter.requires_grad)
+    num_parameters = sum(parameter.numel() for parameter in parallel_model.base.parameters() if parameter.requires_grad)
     console.say(
         f"comparing the gradient of {len(batch)} samples whole with that of the same samples cut in several ways, "
         f"over {num_parameters:,} parameters in float64, dropout off"
     )
     torch.manual_seed(config.run.seed)
-    loss_fn = train_with_router(load_function(config.loss.function, "loss.function"), config, laid, updates)
-    verification = verify(laid.base, loss_fn, updates.peek()[:MAX_SAMPLES])
+    loss_fn = train_with_router(load_function(config.loss.function, "loss.function"), config, parallel_model, updates)
+    verification = verify(parallel_model.base, loss_fn, updates.peek()[:MAX_SAMPLES])
     console.say(words_of_verification(verification))
     return verification
 
@@ -58,11 +58,11 @@ def verify_recipe_step(config: Config, ranks: Ranks) -> StepVerification:
     The gradients are random numbers, the same for both.
     """
     console = Console(enabled=ranks.rank == 0, loss_digits=4)
-    laid = build(config, ranks, console, None, load_tokenizer(config.model))
-    optimizer = build_optimizer(laid.base, config.optim)
-    found = verify_step(laid.base, optimizer)
+    parallel_model = build(config, ranks, console, None, load_tokenizer(config.model))
+    optimizer = build_optimizer(parallel_model.base, config.optim)
+    found = verify_step(parallel_model.base, optimizer)
     size, kind = ranks.size, config.optim.function or config.optim.name
-    console.say(f"{kind} on {size} rank{'' if size == 1 else 's'}: {laid.wrapper.name}")
+    console.say(f"{kind} on {size} rank{'' if size == 1 else 's'}: {parallel_model.wrapper.name}")
     if size == 1:
         console.say("one process has no shards; start it as torchrun --nproc-per-node 3 -m megabatch verify ... --step")
     console.say(str(found))

@@ -18,7 +18,7 @@ TIMES = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """Samples of an update over all ranks, by what was handed out before it."""
 
     unit: str  # what points are counted in: a field of `Consumed`
@@ -40,13 +40,13 @@ class Sizes:
         return ", ".join([f"{self.sizes[0]} samples", *words])
 
 
-def sizes_of(update: UpdateConfig) -> Sizes:
+def sizes_of(update: UpdateConfig) -> BatchSizes:
     """Return the sizes of a recipe. Raises `MegabatchError` for a bad schedule."""
     given = update.global_batch_size
-    return Sizes("updates", (0,), (given,)) if isinstance(given, int) else read_schedule(given)
+    return BatchSizes("updates", (0,), (given,)) if isinstance(given, int) else read_schedule(given)
 
 
-def read_schedule(given: Sequence[Any]) -> Sizes:
+def read_schedule(given: Sequence[Any]) -> BatchSizes:
     """Read a schedule as a recipe has it. Raises `MegabatchError` for a bad one."""
     if not given or not all(isinstance(pair, list) and len(cast(list[Any], pair)) == 2 for pair in given):
         raise MegabatchError(f"{KEY} is {given}; expected {FORM}: pairs of a point and the samples from there on")
@@ -64,7 +64,7 @@ def read_schedule(given: Sequence[Any]) -> Sizes:
     for (before, _), (after, _), (low, high) in zip(given, given[1:], pairwise(points), strict=False):
         if high <= low:
             raise MegabatchError(f"{KEY} goes from {before!r} to {after!r}; put its points in increasing order")
-    return Sizes(units[0] if units else "updates", points, sizes)
+    return BatchSizes(units[0] if units else "updates", points, sizes)
 
 
 def read_point(point: object) -> tuple[int, str]:

@@ -4,15 +4,12 @@ Layers are plain dictionaries until one validation at the end, so that an overri
 Every mistake is a `MegabatchError` of one line.
 """
 
-import contextlib
-import io
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, cast, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
-import tyro
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -49,7 +46,7 @@ BOUNDS = ("micro_batch_size", "max_microbatch_tokens")
 MODELS = ("name", "config", "function")
 ALTERNATIVES = {  # of which an override of one replaces the others
     "update": [{key} for key in BOUNDS],
-    "model": [{key} for key in MODELS],
+    "model": [{"name"}, {"config"}, {"function", "options"}],
     "data": [{"path", "source"}, {"mixture"}, {"function", "options"}],
 }
 
@@ -164,23 +161,30 @@ def set_override(layer: Layer, key: str, text: str) -> None:
 
 
 def read_value(text: str, annotation: Any) -> object:
-    """Return the text as a value of that type, or the text itself, which the validation then names."""
+    """Return the text as TOML reads it, or as it is where the key takes text. The validation names a wrong one."""
     kind = str(annotation)
     if "list[list" in kind:
-        whole = read_toml_value(text)
-        return whole if isinstance(whole, list) else read_value(text, get_args(annotation)[0])
+        return read_toml_value(text)
     if "list[" in kind:
         whole = read_toml_value(text)
         if isinstance(whole, list) or "str |" in kind:
             return whole if isinstance(whole, list) else text
         return [word if "list[str]" in kind else read_toml_value(word) for word in text.split(",") if word]
-    spelled = {"true": "True", "false": "False", "none": "None", "null": "None"}.get(text.lower(), text)
-    words = spelled.strip("[]()").replace(",", " ").split() if "tuple" in kind else [spelled]
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            return tyro.cli(annotation, args=words, console_outputs=False)
-    except SystemExit:
+    if text.lower() in ("none", "null") and NoneType in get_args(annotation):
+        return None
+    if takes_text(annotation):
         return text
+    if "tuple" in kind:
+        return read_toml_value(f"[{text.strip('[]()')}]")
+    return read_toml_value(text.lower() if text.lower() in ("true", "false") else text)
+
+
+def takes_text(annotation: Any) -> bool:
+    """Return True if any text is of this type. A Literal takes its own values only."""
+    if get_origin(annotation) is Annotated:
+        return takes_text(get_args(annotation)[0])
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return annotation is str or (is_union and any(map(takes_text, get_args(annotation))))
 
 
 def read_toml_value(text: str) -> object:

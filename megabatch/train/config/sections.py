@@ -40,7 +40,7 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """A tokenizer of the hub or a folder; "bytes": a token a byte. None: that of model.name, else bytes."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of the parameters, and of what the optimizer keeps."""
+    """Type of the parameters. How the optimizer steps bfloat16 ones: optim.master."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Compute in it and keep the parameters in dtype: autocast for plain and ddp, its own policy for fsdp2."""
     attention: str | None = None

@@ -111,7 +111,7 @@ def tokenize_once(
     """
     if tokenizer is None:
         raise MegabatchError(f"{key} is text, and the recipe has no tokenizer; set model.tokenizer")
-    request = Request(source, key, config, tokenizer)
+    request = CacheEntry(source, key, config, tokenizer)
     ranks.on_main(lambda: put(request, console), str(request.folder))
     checks = not ranks.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
     problem = find_damage(request.folder) if checks else None
@@ -127,7 +127,7 @@ def tokenize_once(
 
 
 @dataclass(frozen=True)
-class Request:
+class CacheEntry:
     """A source, and how it is tokenized."""
 
     source: SourceConfig
@@ -183,7 +183,7 @@ def state_of(source: SourceConfig, key: str) -> list[Any]:
     return [place.kind, *([str(file), state.st_size, state.st_mtime_ns // 1_000_000] for file, state in files)]
 
 
-def put(request: Request, console: Console) -> None:
+def put(request: CacheEntry, console: Console) -> None:
     """Tokenize what the cache does not hold."""
     folder, skipped = request.folder, Skipped()
     if folder.exists() and find_damage(folder) is None:

@@ -12,7 +12,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import HELD_OUT, OWN, Config, SourceConfig
 from megabatch.train.data.custom_dataset import TRAIN, Repeatable, own_samples
 from megabatch.train.data.encode import Tokens
-from megabatch.train.data.samples import Joined, Mixture, PackedSamples, Part, View, counts_of, split_off
+from megabatch.train.data.samples import Joined, Mixture, PackedSamples, Subset, View, counts_of, split_off
 from megabatch.train.data.sources import place_of
 from megabatch.train.data.stream import Stream, check_fit
 from megabatch.train.runtime.console import Console
@@ -29,7 +29,7 @@ class Data:
     identity: dict[str, object]  # as JSON: where it differs, it is another data set
     words: list[str]  # what a user should hear of it
     longest_tokens: int | None = None  # of all samples; None: a stream, or samples that need not be of tokens
-    is_told: bool = False  # whether data.function says the lengths, of whatever is counted, so that none is measured
+    is_told: bool = False  # True: data.function states the lengths, so none is measured
 
     @property
     def lengths(self) -> np.ndarray | None:  # [N]
@@ -88,8 +88,8 @@ class Loader:
         whole = [self._tokenized(source, key) for key, source in self._sources.items()]
         held_out_ids = split_off([len(samples) for samples in whole], config.eval.num_samples, config.run.seed)
         train_ids = [left(samples, ids) for samples, ids in zip(whole, held_out_ids, strict=True)]
-        documents = [Part(samples, ids) for samples, ids in zip(whole, train_ids, strict=True)]
-        held_out = [self._alone(Part(samples, ids)) for samples, ids in zip(whole, held_out_ids, strict=True)]
+        documents = [Subset(samples, ids) for samples, ids in zip(whole, train_ids, strict=True)]
+        held_out = [self._alone(Subset(samples, ids)) for samples, ids in zip(whole, held_out_ids, strict=True)]
         if row_tokens is None:
             parts: list[Any] = documents
             num_targets = sum(
@@ -122,7 +122,7 @@ class Loader:
         own = own_samples(config, self._ranks, self._console, vocabulary)
         whole = own[TRAIN]
         (ids,) = split_off([len(whole)], config.eval.num_samples, seed)
-        train, held_out = Part(whole, left(whole, ids)), Repeatable(Part(whole, ids), seed)
+        train, held_out = Subset(whole, left(whole, ids)), Repeatable(Subset(whole, ids), seed)
         others = {name: Repeatable(samples, seed) for name, samples in own.items() if name != TRAIN}
         check_new_sets([*others], config)
         identity: dict[str, object] = {

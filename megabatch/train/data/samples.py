@@ -67,7 +67,7 @@ class Joined(View):
         return source, index - self._ends[number] + len(source)
 
 
-class Part(View):
+class Subset(View):
     """Some of the samples, by their numbers."""
 
     def __init__(self, samples: View, ids: np.ndarray) -> None:

@@ -48,7 +48,7 @@ MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than 
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceFiles:
     """A place of rows, and their kind."""
 
     kind: Kind
@@ -104,7 +104,7 @@ def rows_of(source: SourceConfig, key: str) -> Rows:
     return islice(rows, source.max_samples)
 
 
-def place_of(source: SourceConfig, key: str) -> Place:
+def place_of(source: SourceConfig, key: str) -> SourceFiles:
     """Return what ``source`` names, seen to exist unless it is on the hub. ``key`` is its table in the recipe."""
     names = [source.path] if isinstance(source.path, str) else source.path or []
     if source.source == "stdlib":
@@ -112,7 +112,7 @@ def place_of(source: SourceConfig, key: str) -> Place:
             raise MegabatchError(
                 f'{key}.source is "stdlib", which has no path, and {key}.path is {source.path!r}; leave one of them out'
             )
-        places = [Place("stdlib", (str(stdlib_root()),))]
+        places = [SourceFiles("stdlib", (str(stdlib_root()),))]
     else:
         places = [place_named(name, source.source, key) for name in names if name]
     if len(places) < max(1, len(names)):
@@ -133,16 +133,16 @@ def place_of(source: SourceConfig, key: str) -> Place:
         )
     if kind not in ("saved", "hub") and (source.split != "train" or source.subset is not None):
         raise MegabatchError(f"{key}.split or {key}.subset is set, and {key}.path is {kind}, which has none; remove it")
-    return Place(kind, tuple(path for place in places for path in place.paths))
+    return SourceFiles(kind, tuple(path for place in places for path in place.paths))
 
 
-def place_named(name: str, asked: Kind | None, key: str) -> Place:
+def place_named(name: str, asked: Kind | None, key: str) -> SourceFiles:
     """Return what one name of ``path`` stands for."""
     if asked == "hub":
-        return Place("hub", (name,))
+        return SourceFiles("hub", (name,))
     path = expanded(name, f"{key}.path")
     if asked in (None, "saved") and any((path / file).exists() for file in SAVED_FILES):
-        return Place("saved", (str(path),))
+        return SourceFiles("saved", (str(path),))
     if path.is_dir():
         paths = sorted(str(each) for each in path.rglob("*") if ending_of(each.name) in KINDS and each.is_file())
         if not paths or asked == "saved":
@@ -154,7 +154,7 @@ def place_named(name: str, asked: Kind | None, key: str) -> Place:
         matches = sorted(found for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
         paths = [str(path)] if path.exists() else matches
     if not paths and asked is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
-        return Place("hub", (name,))
+        return SourceFiles("hub", (name,))
     if not paths:
         raise MegabatchError(
             f"{key}.path is {name!r}, and there is no such file{near(path)}; set it to what is to be read"
@@ -166,7 +166,7 @@ def place_named(name: str, asked: Kind | None, key: str) -> Place:
                 f"{key}.path is {str(path)!r}, which matches {paths[0]} and {each}, files of two kinds; narrow it, as "
                 f'in "{path if path.is_dir() else path.parent}/*{Path(each).suffix}"'
             )
-    return Place(kinds[0], tuple(paths))
+    return SourceFiles(kinds[0], tuple(paths))
 
 
 def expanded(name: str, key: str) -> Path:

@@ -46,7 +46,7 @@ def check_positions(sample: str, length_tokens: int, positions: int | None) -> N
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """A position in a stream, from which a run resumes."""
 
     offsets: tuple[int, ...]  # samples read of each source before the window, in its present pass
@@ -60,7 +60,7 @@ class Place:
         return {**asdict(self), "offsets": list(self.offsets)}
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> "Place":
+    def from_json(cls, state: Mapping[str, Any]) -> "StreamPosition":
         """Return the place that a state has, beside other things."""
         return cls(tuple(state["offsets"]), *(state[key] for key in ("epoch", "window", "consumed", "source")))
 
@@ -70,7 +70,7 @@ class StreamUpdate:
     """The samples of an update over all ranks."""
 
     samples: list[Named]
-    after: Place
+    after: StreamPosition
     seen: Consumed  # with it
     skipped: Skipped  # so far, in the present passes over the sources
 
@@ -111,9 +111,9 @@ class Stream:
         """Return the number of sources."""
         return len(self._sources)
 
-    def start(self) -> Place:
+    def start(self) -> StreamPosition:
         """Return its beginning."""
-        return Place((0,) * len(self), source=None if self._is_drawn else 0)
+        return StreamPosition((0,) * len(self), source=None if self._is_drawn else 0)
 
     def held_out(self) -> list[Named]:
         """Return the first samples of each source. Raises `MegabatchError` where no more follow to be trained on."""
@@ -128,7 +128,7 @@ class Stream:
             found += first[:-1]
         return [piece for named in found for piece in pack([named], self.config.data.pack_tokens)]
 
-    def updates(self, place: Place, seen: Consumed) -> Iterator[StreamUpdate]:
+    def updates(self, place: StreamPosition, seen: Consumed) -> Iterator[StreamUpdate]:
         """Yield every update from a place on, before which so much was handed out."""
         sizes, tail = sizes_of(self.config.update), self.config.update.tail
         size, samples = sizes(seen), list[Named]()
@@ -148,7 +148,7 @@ class Stream:
                     yield StreamUpdate(samples, after, seen, skipped)
                 samples, size = [], sizes(seen)
 
-    def _windows(self, place: Place) -> Iterator[tuple[Place, list[Named], Place, Skipped]]:
+    def _windows(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, list[Named], StreamPosition, Skipped]]:
         """Yield every window up to the end of the last epoch: its place, its samples, the next one's place."""
         passes, config = Passes(self, place.offsets), self.config
         while place.epoch < config.run.max_epochs:
@@ -159,11 +159,11 @@ class Stream:
                 check_fit(name, len(row["input_ids"]), config, self.positions)
             shuffled = [rows[index] for index in self._random(place, SHUFFLE).permutation(len(rows))]
             epoch, window = (place.epoch + 1, 0) if is_end else (place.epoch, place.window + 1)
-            after = Place(tuple(passes.offsets), epoch, window, 0, source)
+            after = StreamPosition(tuple(passes.offsets), epoch, window, 0, source)
             yield place, shuffled, after, passes.skipped()
             place = after
 
-    def _in_turn(self, passes: "Passes", place: Place) -> tuple[list[Named], int, bool]:
+    def _in_turn(self, passes: "Passes", place: StreamPosition) -> tuple[list[Named], int, bool]:
         """Return the next samples, the source of the last one, and whether the last source has ended."""
         named: list[Named] = []
         for source in range(place.source or 0, len(self)):
@@ -173,7 +173,7 @@ class Stream:
                     return named, source, False
         return named, 0, True
 
-    def _by_weight(self, passes: "Passes", place: Place) -> tuple[list[Named], int | None, bool]:
+    def _by_weight(self, passes: "Passes", place: StreamPosition) -> tuple[list[Named], int | None, bool]:
         """Return the next samples, the source whose end is the epoch's, if known, and whether it has ended."""
         named, ending = list[Named](), place.source
         for source in (
@@ -188,7 +188,7 @@ class Stream:
             named.append(found)
         return named, ending, False
 
-    def _random(self, place: Place, purpose: int) -> np.random.Generator:
+    def _random(self, place: StreamPosition, purpose: int) -> np.random.Generator:
         return np.random.default_rng([self.config.run.seed, place.epoch, place.window, purpose])
 
     def _read(self, source: int, skipped: Skipped) -> Iterator[Named]:

@@ -28,7 +28,7 @@ from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.encode import Skipped
 from megabatch.train.data.load import Data
 from megabatch.train.data.samples import View
-from megabatch.train.data.stream import Place, Stream, StreamUpdate
+from megabatch.train.data.stream import Stream, StreamPosition, StreamUpdate
 from megabatch.train.runtime.exit import ignore_signals_in_worker
 from megabatch.train.runtime.ranks import Ranks
 
@@ -42,8 +42,8 @@ class Delivery:
 
     samples: Sequence[Any]
     state: State  # after the update
-    problem: str | None = None  # in place of samples: an error that one process hands to another
-    told: Sequence[int] | None = None  # lengths that the samples' maker says they have; None: they are measured
+    problem: str | None = None  # an error of the process that reads, raised in the one that trains
+    told: Sequence[int] | None = None  # lengths that data.function states; None: measured from the samples
     ids: Sequence[int | str] = ()  # of the samples: their numbers in the data, or a stream's names
 
 
@@ -71,7 +71,7 @@ class Updates:
         else:
             self._source = Shares(data, config, cast(UpdateSampler, sampler), cast(int, self.num_updates.of_run))
         self._state = self._before = self._source.start()
-        self._ahead: Ahead | None = None  # read by peek(): the next one, and the rest
+        self._ahead: Ahead | None = None  # the next update, read by peek(), and those after it
         self._rest: Iterator[Delivery] = iter(())  # those after the update that was handed out last
         self._next: Delivery | Exception | None = None  # the update that was read ahead, or the error of reading it
         self._ids: Sequence[int | str] = ()
@@ -310,7 +310,7 @@ class Streamed(IterableDataset[Delivery]):
         num_left = None if self._num_updates is None else max(0, self._num_updates - state["updates"])
         number, after = state["updates"], state
         try:
-            for update in islice(self._stream.updates(Place.from_json(state), seen_of(state)), num_left):
+            for update in islice(self._stream.updates(StreamPosition.from_json(state), seen_of(state)), num_left):
                 number += 1
                 told = {"skipped": asdict(update.skipped), "seen": list(update.seen)}
                 after = {"updates": number, **update.after.to_json(), **told}

@@ -1,5 +1,6 @@
 """Survey of data for `megabatch init`: all rows are read, and the recipe is sized by their number and lengths."""
 
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Any, cast
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
-from megabatch.train.data.sources import BrokenRowError, Place, Row, place_of, rows_of
+from megabatch.train.data.sources import BrokenRowError, Row, SourceFiles, place_of, rows_of
 
 CHATS = ("messages", "conversation", "conversations", "chat")
 PAIRS = (
@@ -38,6 +39,7 @@ class Survey:
     unread: list[str] = field(default_factory=list[str])  # other fields of the first row
     lengths: "array[int]" = field(default_factory=lambda: array("q"))  # bytes of each sample, with its end
     labels: Counter[str] = field(default_factory=Counter[str])  # empty: no classification
+    max_labels: int = MAX_LABELS  # more are not counted
     num_broken: int = 0
     first_broken: str = ""
 
@@ -75,6 +77,7 @@ def survey(path: str, task: str | None, advance: Callable[[int], None]) -> Surve
             if found is None and isinstance(row, Row):
                 keys = field_keys(row, task)
                 found = Survey({**source_keys(path, place), **keys})
+                found.max_labels = MAX_LABELS if task is None else sys.maxsize
                 found.unread = [name for name in row.fields if name not in keys.values()]
                 measure = measure_of(keys)
             problem = str(row) if isinstance(row, BrokenRowError) else add_row(found, measure, row)
@@ -92,7 +95,7 @@ def survey(path: str, task: str | None, advance: Callable[[int], None]) -> Surve
     return found
 
 
-def source_keys(path: str, place: Place) -> dict[str, str]:
+def source_keys(path: str, place: SourceFiles) -> dict[str, str]:
     """Return the path, and the kind where a line is a document though the ending says that a file is one, or inversely.
 
     A folder of many texts has a document a file. Of few no file could be held out, so that lines are the documents.
@@ -163,7 +166,7 @@ def add_row(found: Survey | None, measure: Callable[[Mapping[str, Any]], int] | 
         fields = [field for key, field in found.keys.items() if key.endswith("_field")]
         return f"{row.name} has nothing in one of the fields {', '.join(fields)}"
     found.lengths.append(length)
-    if label and len(found.labels) <= MAX_LABELS:
+    if label and len(found.labels) <= found.max_labels:
         found.labels[label] += 1
     return ""
 

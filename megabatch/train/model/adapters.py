@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megabatch.errors import MegabatchError, in_one_line, install_command
 from megabatch.train.config import ModelConfig
-from megabatch.train.model.architecture import quiet
+from megabatch.train.model.architecture import silence
 from megabatch.train.model.frozen import shape_of, stored
-from megabatch.train.model.weights import Saved, Source, seeded
+from megabatch.train.model.weights import ModelSource, Saved, seeded
 from megabatch.train.parallel.wrap import dtype_of
 
 ADAPTER = "default"  # peft's name of an only one
@@ -83,7 +83,7 @@ def adapt(model: nn.Module, config: ModelConfig) -> str:
         named("target_modules", target, modules)
     is_outline = any(parameter.is_meta for parameter in model.parameters())
     try:
-        with quiet():
+        with silence():
             peft().inject_adapter_in_model(lora, model, adapter_name=ADAPTER, low_cpu_mem_usage=is_outline)
     except Exception as error:  # whatever peft raises for what it cannot adapt
         raise MegabatchError(
@@ -128,7 +128,7 @@ def lora_config(config: ModelConfig) -> Any:
 def peft() -> Any:
     """Return the package. Raises `MegabatchError` where it is not installed."""
     try:
-        with quiet():  # it imports bitsandbytes where that is
+        with silence():  # it imports bitsandbytes where that is
             return importlib.import_module("peft")
     except ModuleNotFoundError as error:
         raise MegabatchError(
@@ -219,7 +219,7 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
 
 
-def begun(source: Source, config: ModelConfig, seed: int) -> Source:
+def begun(source: ModelSource, config: ModelConfig, seed: int) -> ModelSource:
     """Return the source of a model with adapters: what they begin with is in it, or with what has yet to be filled."""
     lora, first = lora_config(config), dict[str, Tensor]()
     for path, layer in layers_of(source.model):

@@ -48,7 +48,7 @@ BYTES_TEMPLATE = """\
 
 def architecture_of(config: ModelConfig) -> PreTrainedConfig:
     """Return transformers' config for ``model.name`` or ``model.config``. Raises `MegabatchError` in one line."""
-    with quiet():
+    with silence():
         architecture = saved_architecture(config.name) if config.name is not None else new_architecture(config)
     check_sizes(architecture)
     return architecture
@@ -184,7 +184,7 @@ def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrained
     """Return the model as transformers makes it. Raises `MegabatchError` in one line."""
     backend = {} if config.attention is None else {"attn_implementation": config.attention}
     try:
-        with quiet():
+        with silence():
             return cast(Any, AutoModelForCausalLM).from_config(
                 architecture, dtype=dtype_of(config), trust_remote_code=False, **backend
             )
@@ -220,7 +220,7 @@ def read_tokenizer(source: str, key: str) -> Any:
     if Path(source).is_dir():
         check_tokenizer_folder(source, key)
     try:
-        with quiet():
+        with silence():
             if is_bytes(Path(source)):  # of some families, AutoTokenizer insists on another class
                 return ByT5Tokenizer.from_pretrained(source)
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -240,7 +240,7 @@ def is_bytes(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def quiet() -> Generator[None, None, None]:
+def silence() -> Generator[None, None, None]:
     """Silence warnings and progress bars of transformers, bitsandbytes and DTensor, so that an error is one line."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     loud = [getLogger(name) for name in LOUD]

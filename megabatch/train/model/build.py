@@ -35,13 +35,13 @@ from megabatch.train.model.architecture import (
     check_fit,
     key_of,
     outline,
-    quiet,
     refused,
+    silence,
 )
 from megabatch.train.model.frozen import bitsandbytes, check_same_bits, described, quantized, sealed
 from megabatch.train.model.keyed_dropout import key_dropouts
 from megabatch.train.model.weights import (
-    Source,
+    ModelSource,
     fill,
     fresh_source,
     is_several,
@@ -52,7 +52,7 @@ from megabatch.train.model.weights import (
 from megabatch.train.parallel.pipeline_stages import Stages, pipeline, stages_of, stages_text
 from megabatch.train.parallel.tensor_parallel import NO_BORDERS, plain_terms, spread
 from megabatch.train.parallel.wrap import (
-    Wrapper,
+    WrapperChoice,
     accumulation_of,
     attend_over,
     blocks_of,
@@ -89,7 +89,7 @@ class ParallelModel:
 
     model: Any  # for the accumulator: a module, or a list of several
     base: nn.Module  # without the DDP wrapper, or what this rank holds of it; parameters and shards are the same
-    wrapper: Wrapper
+    wrapper: WrapperChoice
     words: list[str]  # what was made and how, a line each
     warnings: list[str]  # what nobody should overlook
     identity: dict[str, object]  # json: what makes it another model
@@ -170,7 +170,9 @@ def replicated(several: nn.Module) -> nn.Module:
     return nn.ModuleDict(wrapped) if isinstance(several, nn.ModuleDict) else nn.ModuleList(wrapped.values())
 
 
-def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
+def choose_source(
+    config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any
+) -> tuple[ModelSource, WrapperChoice]:
     """Return the model that the recipe names, and the wrapper that suits it."""
     seed, asked = config.run.seed, config.parallel.wrapper
     if config.model.function is not None:
@@ -192,7 +194,7 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
 
 
 def lay(
-    source: Source, config: Config, wrapper: Wrapper, ranks: Ranks, stages: Stages | None
+    source: ModelSource, config: Config, wrapper: WrapperChoice, ranks: Ranks, stages: Stages | None
 ) -> tuple[list[str], DeviceMesh | None]:
     """Cut and shard the model as the recipe says, and bring its weights to the device.
 
@@ -212,7 +214,9 @@ def lay(
     return words, mesh
 
 
-def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh, stages: Stages | None) -> list[str]:
+def divide(
+    model: nn.Module, config: Config, wrapper: WrapperChoice, mesh: DeviceMesh, stages: Stages | None
+) -> list[str]:
     """Cut the model along tp, then shard or copy it along the data axes. Return descriptions."""
     modules: list[tuple[nn.Module, list[nn.Module]]] = [
         (module, list(blocks_of(module).values()))
@@ -263,18 +267,18 @@ def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
         )
 
 
-def in_precision(loss_fn: Any, config: ModelConfig, laid: ParallelModel, device: torch.device) -> Any:
+def in_precision(loss_fn: Any, config: ModelConfig, parallel_model: ParallelModel, device: torch.device) -> Any:
     """Return the loss, or joint loss, computed in model.compute_dtype and with several models in their container."""
     if isinstance(loss_fn, JointLoss):
-        return JointLoss(in_precision(loss_fn.encode, config, laid, device), loss_fn.loss)
-    if laid.loss_parallel:
+        return JointLoss(in_precision(loss_fn.encode, config, parallel_model, device), loss_fn.loss)
+    if parallel_model.loss_parallel:
         loss_fn = plain_terms(loss_fn)
-    container = laid.container
+    container = parallel_model.container
     if config.compute_dtype is None and container is None:
         return loss_fn
 
     def computed(model: Any, microbatch: Any, **divisor: Any) -> Any:
-        with computing(config, laid.wrapper.casts_as, device):
+        with computing(config, parallel_model.wrapper.casts_as, device):
             return loss_fn(container if isinstance(model, list) else model, microbatch, **divisor)
 
     return in_place_of(loss_fn, computed)
@@ -410,7 +414,7 @@ def logits_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
     was_training = model.training
     model.eval()
     try:
-        with quiet(), torch.compiler.set_stance("force_eager"):
+        with silence(), torch.compiler.set_stance("force_eager"):
             if is_pipeline(model):
                 return logits_through(model, {"input_ids": tokens, **inputs})
             return cast(Any, model)(input_ids=tokens, **inputs).logits

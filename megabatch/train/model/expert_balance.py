@@ -39,19 +39,21 @@ def experts_of(config: Config) -> ExpertsConfig:
     return found.model_copy(update={"router_loss": config.loss.router_loss})
 
 
-def train_with_router(loss_fn: LossFunction, config: Config, laid: ParallelModel, updates: Updates) -> LossFunction:
-    """Return the loss that a run minimises, and add a description of its router loss to ``laid.words``.
+def train_with_router(
+    loss_fn: LossFunction, config: Config, parallel_model: ParallelModel, updates: Updates
+) -> LossFunction:
+    """Return the loss that a run minimises, and add a description of its router loss to ``parallel_model.words``.
 
     An evaluation uses ``loss_fn``: it compares the cross-entropy.
     """
-    experts, base = experts_of(config), laid.base
+    experts, base = experts_of(config), parallel_model.base
     check_bias(experts, config, base)
     coefficient = router_coefficient(config, base, loss_fn)
-    laid.words.extend(router_words(config, base, coefficient))
+    parallel_model.words.extend(router_words(config, base, coefficient))
     if experts.router_loss == "off" and is_asked_by(base):
         text_config(base).output_router_logits = False
     if experts.bias_rate is not None:
-        laid.words.append(f"expert biases move by {experts.bias_rate:g} an update, towards an even load")
+        parallel_model.words.append(f"expert biases move by {experts.bias_rate:g} an update, towards an even load")
         if not config.update.one_row:  # which does not pad
             updates.change = with_mask
     elif coefficient is not None:

@@ -21,9 +21,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from megabatch import Learner
 from megabatch.errors import MegabatchError, install_command
 from megabatch.train.config import Config, ModelConfig
-from megabatch.train.model.architecture import quiet
-from megabatch.train.model.weights import Source, fill
-from megabatch.train.parallel.wrap import Wrapper, dtype_of
+from megabatch.train.model.architecture import silence
+from megabatch.train.model.weights import ModelSource, fill
+from megabatch.train.parallel.wrap import WrapperChoice, dtype_of
 from megabatch.train.runtime.ranks import Ranks
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
@@ -33,7 +33,7 @@ SLICE = 2**22  # numbers that are summed at a time, each in a copy of eight byte
 def bitsandbytes() -> Any:
     """Import the package. Raises `MegabatchError` where it is not installed."""
     try:
-        with quiet():
+        with silence():
             return importlib.import_module("bitsandbytes")
     except ModuleNotFoundError as error:
         raise MegabatchError(
@@ -41,7 +41,7 @@ def bitsandbytes() -> Any:
         ) from None
 
 
-def quantized(source: Source, config: Config, wrapper: Wrapper) -> Source:
+def quantized(source: ModelSource, config: Config, wrapper: WrapperChoice) -> ModelSource:
     """Return the source with its model whole and in four bits, if the recipe asks for it.
 
     The bits are made on the CPU, so that they are the same on every device. Raises `MegabatchError` where the model or
@@ -56,7 +56,7 @@ def quantized(source: Source, config: Config, wrapper: Wrapper) -> Source:
     return replace(source, text=f"{source.text}; {words}", units=None, saved=None)
 
 
-def check_four_bit_wrapper(config: ModelConfig, wrapper: Wrapper) -> None:
+def check_four_bit_wrapper(config: ModelConfig, wrapper: WrapperChoice) -> None:
     """Raise for a wrapper that cannot cut weights of four bits."""
     if config.quantize is not None and wrapper.is_of_fsdp:
         raise MegabatchError(

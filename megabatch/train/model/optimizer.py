@@ -17,7 +17,7 @@ from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.optim import LowBits, Muon, keep_state_dtypes, split_parameters
 from megabatch.planning import TunedLimit
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
-from megabatch.train.config.batch_size import Sizes
+from megabatch.train.config.batch_size import BatchSizes
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.build_accumulator import build_accumulator, use_recipe_keys
@@ -37,26 +37,32 @@ OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or
 
 
 def build_learner(
-    laid: ParallelModel, config: Config, num_updates: NumUpdates, fit: TunedLimit | None, sync: str | None = None
+    parallel_model: ParallelModel,
+    config: Config,
+    num_updates: NumUpdates,
+    fit: TunedLimit | None,
+    sync: str | None = None,
 ) -> Learner:
     """Return the model with its accumulator, optimizer and schedule. Raises `MegabatchError`. Collective."""
     check_in_backward(config)
-    gradient = build_accumulator(laid.model, config, fit, sync)
+    gradient = build_accumulator(parallel_model.model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
-    device = next(laid.base.parameters()).device
-    optimizer = build_optimizer(laid.base, optim_of(config, device))
-    laid.words.extend(words_of_muon(optimizer))
+    device = next(parallel_model.base.parameters()).device
+    optimizer = build_optimizer(parallel_model.base, optim_of(config, device))
+    parallel_model.words.extend(words_of_muon(optimizer))
     if isinstance(optimizer, LowBits):
-        laid.words.append("steps: in float32, by 16 low bits beside each bfloat16 weight")
+        parallel_model.words.append("steps: in float32, by 16 low bits beside each bfloat16 weight")
     else:
-        laid.warnings.extend(too_small_steps(optimizer, config.optim))
+        parallel_model.warnings.extend(too_small_steps(optimizer, config.optim))
     if config.optim.in_backward:
         with use_recipe_keys():
             gradient.step_in_backward(optimizer)
     move_biases(gradient, optimizer, config)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
     with use_recipe_keys():
-        return Learner(laid.base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+        return Learner(
+            parallel_model.base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update)
+        )
 
 
 def optim_of(config: Config, device: torch.device) -> OptimConfig:
@@ -64,7 +70,8 @@ def optim_of(config: Config, device: torch.device) -> OptimConfig:
     optim = config.optim
     if not config.update.same_bits or device.type != "cpu" or optim.function is not None:
         return optim
-    plain = {"fused": False} if takes(kind_of(optim.name), "fused") else {}
+    stepped_by = "AdamW" if optim.name == "Muon" else optim.name  # Muon's rest is stepped by AdamW
+    plain = {"fused": False} if takes(kind_of(stepped_by), "fused") else {}
     return optim.model_copy(update={"options": plain | optim.options})
 
 
@@ -172,7 +179,7 @@ def lr_factor(step: int, config: OptimConfig, decay_steps: int | None) -> float:
     return config.final_lr_share + (1 - config.final_lr_share) * height
 
 
-def rate_factor(optim: OptimConfig, sizes: Sizes, size: int) -> float:
+def rate_factor(optim: OptimConfig, sizes: BatchSizes, size: int) -> float:
     """Return the factor of the learning rate in an update of ``size`` samples; optim.lr is for the first size."""
     return 1.0 if optim.lr_follows_batch is None else math.sqrt(size / sizes.sizes[0])
 
@@ -278,9 +285,12 @@ def muon_optimizer(model: nn.Module, config: OptimConfig) -> Muon:
             "choose AdamW, or free some from model.freeze"
         )
     groups: list[Group] = [{"params": matrices, "weight_decay": config.weight_decay}]
-    arguments = tried(Muon, arguments_of(optim.Muon, config), groups)
+    of_matrices = {key: value for key, value in config.options.items() if key != "fused"}
+    own = config.model_copy(update={"options": of_matrices})
+    arguments = tried(Muon, arguments_of(optim.Muon, own), groups)
     rate = config.lr if config.adamw_lr is None else config.adamw_lr
-    of_rest = config.model_copy(update={"name": "AdamW", "lr": rate, "options": {}})
+    fused = {key: value for key, value in config.options.items() if key == "fused"}
+    of_rest = config.model_copy(update={"name": "AdamW", "lr": rate, "options": fused})
     others = groups_of(rest, config.weight_decay)
     return Muon(groups, torch_optimizer(others, of_rest) if others else None, **arguments)
 

@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.config.recipe_paths import check_weights
-from megabatch.train.model.architecture import construct, quiet
+from megabatch.train.model.architecture import construct, silence
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.plugins import blamed, load_function
 
@@ -55,7 +55,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model, and how its weights come into it."""
 
     model: nn.Module
@@ -64,7 +64,7 @@ class Source:
     saved: Saved | None = None  # where its weights are; None: they are fresh
 
 
-def own_source(config: ModelConfig, seed: int) -> Source:
+def own_source(config: ModelConfig, seed: int) -> ModelSource:
     """Return the module that model.function makes, whole."""
     name = cast(str, config.function)
     function = load_function(name, "model.function")
@@ -76,7 +76,7 @@ def own_source(config: ModelConfig, seed: int) -> Source:
         raise MegabatchError(
             f"model.function {name!r} returns a {type(model).__name__}; expected a torch module: return one"
         )
-    return Source(model.to(dtype_of(config)), f"{type(model).__name__} of {name}, made whole on every rank")
+    return ModelSource(model.to(dtype_of(config)), f"{type(model).__name__} of {name}, made whole on every rank")
 
 
 def several_models(name: str, models: Sequence[Any] | Mapping[Any, Any]) -> nn.Module:
@@ -100,37 +100,39 @@ def models_of(model: nn.Module) -> list[nn.Module]:
     return list(model.children()) if is_several(model) else [model]
 
 
-def fresh_source(outline: PreTrainedModel, config: ModelConfig, architecture: PreTrainedConfig, seed: int) -> Source:
+def fresh_source(
+    outline: PreTrainedModel, config: ModelConfig, architecture: PreTrainedConfig, seed: int
+) -> ModelSource:
     """Return the outline, to be filled with fresh weights, or the whole model if they cannot be made by the block."""
     text = f"{type(outline).__name__}, fresh weights of run.seed = {seed}"
     units = plan_units(outline, blocks_of(outline))
     if units is not None:
-        return Source(outline, text, units)
+        return ModelSource(outline, text, units)
     with seeded(seed, ""):
         whole = construct(config, architecture)
-    return Source(whole, f"{text}, made whole on every rank: its rules do not say how each of its tensors begins")
+    return ModelSource(whole, f"{text}, made whole on every rank: its rules do not say how each of its tensors begins")
 
 
 def saved_source(
     outline: PreTrainedModel, config: ModelConfig, architecture: PreTrainedConfig, seed: int, *, sharded: bool
-) -> Source:
+) -> ModelSource:
     """Return the outline, to be filled from its files by the shard, or the whole model."""
     check_weights(cast(str, config.name))
     text = f"{type(outline).__name__}, weights of {config.name}"
     if not sharded:
-        return Source(*load_whole(config, architecture, seed, text))
+        return ModelSource(*load_whole(config, architecture, seed, text))
     saved, units = saved_weights(cast(str, config.name)), plan_units(outline, blocks_of(outline))
     if saved is not None and units is not None and saved.fits(outline):
-        return Source(outline, f"{text}, each rank reads its shard", units, saved)
+        return ModelSource(outline, f"{text}, each rank reads its shard", units, saved)
     text = f"{text}, read whole on every rank: its files do not name the tensors as the model does"
-    return Source(*load_whole(config, architecture, seed, text))
+    return ModelSource(*load_whole(config, architecture, seed, text))
 
 
 def load_whole(config: ModelConfig, architecture: PreTrainedConfig, seed: int, text: str) -> tuple[nn.Module, str]:
     """Return the model with the weights of model.name, and in words which of them were not there."""
     backend = {} if config.attention is None else {"attn_implementation": config.attention}
     try:
-        with quiet(), seeded(seed, ""):
+        with silence(), seeded(seed, ""):
             model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
                 config.name, config=architecture, dtype=dtype_of(config), trust_remote_code=False,
                 output_loading_info=True, **backend,
@@ -293,18 +295,20 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
 
     The last axis cuts first: FSDP2 shards what tensor parallelism has left. Each cuts in torch.chunk's way.
     """
-    laid = cast(DTensor, tensor)
-    starts, sizes = [0] * laid.ndim, list(laid.shape)
-    for axis in reversed(range(laid.device_mesh.ndim)):
-        placement = laid.placements[axis]
+    sharded = cast(DTensor, tensor)
+    starts, sizes = [0] * sharded.ndim, list(sharded.shape)
+    for axis in reversed(range(sharded.device_mesh.ndim)):
+        placement = sharded.placements[axis]
         if placement.is_replicate():
             continue
         dim = cast(Shard, placement).dim
-        chunk = -(-sizes[dim] // laid.device_mesh.size(axis))
-        before = min(chunk * laid.device_mesh.get_local_rank(axis), sizes[dim])
+        chunk = -(-sizes[dim] // sharded.device_mesh.size(axis))
+        before = min(chunk * sharded.device_mesh.get_local_rank(axis), sizes[dim])
         starts[dim], sizes[dim] = starts[dim] + before, min(chunk, sizes[dim] - before)
-    local = cast(Any, laid)._local_tensor.shape
-    assert tuple(sizes) == tuple(local), f"{sizes} of {tuple(laid.shape)} as {laid.placements}, and {local} is there"
+    local = cast(Any, sharded)._local_tensor.shape
+    assert tuple(sizes) == tuple(local), (
+        f"{sizes} of {tuple(sharded.shape)} as {sharded.placements}, and {local} is there"
+    )
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
@@ -340,7 +344,7 @@ class SavedWeights:
 
 def saved_weights(name: str) -> SavedWeights | None:
     """Return the safetensors files of a folder or a hub id; None where it has none."""
-    with quiet():
+    with silence():
         if (index := file_of(name, INDEX_FILE)) is not None:
             placed = placed_by(Path(index))
             paths = {file: listed(name, file) for file in set(placed.values())}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.parallel.tensor_parallel import Borders
-from megabatch.train.parallel.wrap import Wrapper, boundary_dtype, is_mixed
+from megabatch.train.parallel.wrap import WrapperChoice, boundary_dtype, is_mixed
 from megabatch.train.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ ANATOMIES = {  # of the families whose runs are compared with those of the whole
 
 
 @dataclass(frozen=True)
-class Part:
+class StageLayers:
     """Layers and ends of the model that a stage holds."""
 
     layers: tuple[int, ...]
@@ -58,7 +58,7 @@ class Stages:
     """Stages of a rank: the model with what they hold under its own names, and each stage as it is called."""
 
     model: PreTrainedModel
-    parts: list[Part]
+    parts: list[StageLayers]
     modules: list[PreTrainedModel]
 
     @property
@@ -77,7 +77,7 @@ class NoPositions(nn.Module):
 
 
 def stages_of(
-    model: nn.Module, config: Config, wrapper: Wrapper, ranks: Ranks, shell: Callable[[], PreTrainedModel]
+    model: nn.Module, config: Config, wrapper: WrapperChoice, ranks: Ranks, shell: Callable[[], PreTrainedModel]
 ) -> Stages | None:
     """Return the stages of this rank, where the recipe has any; the model loses what they do not hold.
 
@@ -93,17 +93,17 @@ def stages_of(
     return cut(cast(PreTrainedModel, model), parts_of(model, config), config, ranks.pp_rank, shell)
 
 
-def deal_layers(num_layers: int, num_stages: int) -> list[Part]:
+def deal_layers(num_layers: int, num_stages: int) -> list[StageLayers]:
     """Return the part of each stage. Numbers of layers differ by one at most; the first stages have more."""
     size, more = divmod(num_layers, num_stages)
     ends = [size * stage + min(stage, more) for stage in range(num_stages + 1)]
     return [
-        Part(tuple(range(ends[stage], ends[stage + 1])), stage == 0, stage == num_stages - 1)
+        StageLayers(tuple(range(ends[stage], ends[stage + 1])), stage == 0, stage == num_stages - 1)
         for stage in range(num_stages)
     ]
 
 
-def parts_of(model: nn.Module, config: Config) -> list[Part]:
+def parts_of(model: nn.Module, config: Config) -> list[StageLayers]:
     """Return the part of each stage. Raises `MegabatchError` for a model that cannot be cut into stages."""
     check_model(model, config.parallel)
     architecture, parallel = cast(PreTrainedModel, model).config, config.parallel
@@ -166,7 +166,11 @@ def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
 
 
 def cut(
-    model: PreTrainedModel, parts: Sequence[Part], config: Config, rank: int, shell: Callable[[], PreTrainedModel]
+    model: PreTrainedModel,
+    parts: Sequence[StageLayers],
+    config: Config,
+    rank: int,
+    shell: Callable[[], PreTrainedModel],
 ) -> Stages:
     """Return the stages of ``rank`` along pp; the model keeps what they hold and loses the rest.
 
@@ -185,7 +189,7 @@ def cut(
     return Stages(model, own, shells)
 
 
-def held(model: nn.Module, part: Part) -> dict[str, nn.Module]:
+def held(model: nn.Module, part: StageLayers) -> dict[str, nn.Module]:
     """Return the modules of a part, by their names, and what every stage has.
 
     With tied embeddings the last stage also has the embedding, under whose name the shared matrix is made and saved.
@@ -211,7 +215,7 @@ def leave(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         model.get_submodule(parent).register_module(own_name, module)
 
 
-def connect(stage: nn.Module, part: Part) -> None:
+def connect(stage: nn.Module, part: StageLayers) -> None:
     """Connect a stage to the ones before and after it by hooks."""
 
     def take(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
@@ -229,7 +233,7 @@ def connect(stage: nn.Module, part: Part) -> None:
 
 
 def pipeline(
-    stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
+    stages: Stages, config: Config, wrapper: WrapperChoice, mesh: DeviceMesh,
     ddp: Callable[..., nn.Module] = DistributedDataParallel,
 ) -> "Pipeline":  # fmt: skip
     """Return the stages, as a pipeline of the recipe's schedule."""

@@ -90,13 +90,13 @@ class Style(ParallelStyle):
 
     def take(self, value: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return the input as the module is to see it."""
-        laid = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, [self.given], run_check=False)
-        return laid.redistribute(placements=[self.taken])
+        placed = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, [self.given], run_check=False)
+        return placed.redistribute(placements=[self.taken])
 
     def hand(self, output: DTensor, mesh: DeviceMesh) -> Tensor:
         """Return the output as the next module is to get it."""
-        laid = output.redistribute(placements=[cast(Placement, self.handed)])
-        return laid.to_local() if self.is_plain else laid
+        placed = output.redistribute(placements=[cast(Placement, self.handed)])
+        return placed.to_local() if self.is_plain else placed
 
 
 class FusedHeads(Style):

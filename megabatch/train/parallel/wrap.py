@@ -44,8 +44,8 @@ def is_pipeline(model: object) -> "TypeGuard[Pipeline]":
 
 
 @dataclass(frozen=True)
-class Wrapper:
-    """Wrapper over the ranks that see different data, and the reason for it."""
+class WrapperChoice:
+    """The wrapper over the ranks that see different data, and the reason for it."""
 
     name: str  # "plain", "ddp", "fsdp2" or "replicate"
     reason: str
@@ -61,31 +61,33 @@ class Wrapper:
         return "fsdp2" if self.is_of_fsdp else self.name
 
 
-def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module, layout: Layout = ALONE) -> Wrapper:
+def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module, layout: Layout = ALONE) -> WrapperChoice:
     """Return the stated wrapper, or the one that suits the degrees, the number of ranks and the parameters."""
-    wrapper = Wrapper(asked, "asked for") if asked is not None else suited(num_ranks, model, layout)
+    wrapper = WrapperChoice(asked, "asked for") if asked is not None else suited(num_ranks, model, layout)
     if wrapper.name != "plain":
         check_wrapper(wrapper.name, *layout.data_degrees(wrapper.name, num_ranks))
     return wrapper
 
 
-def suited(num_ranks: int, model: nn.Module, layout: Layout) -> Wrapper:
+def suited(num_ranks: int, model: nn.Module, layout: Layout) -> WrapperChoice:
     """Return the wrapper where the recipe names none."""
     if num_ranks == 1:
-        return Wrapper("plain", "one process")
+        return WrapperChoice("plain", "one process")
     if num_ranks == layout.tp * layout.pp:
-        return Wrapper("plain", "one data rank")
+        return WrapperChoice("plain", "one data rank")
     copies = "ddp" if layout.tp == layout.cp == layout.pp == 1 else "replicate"
     if layout.dp_shard is not None or layout.dp_replicate is not None:
         dp_replicate, dp_shard = layout.data_degrees(None, num_ranks)
         name = "fsdp2" if dp_shard > 1 else copies
-        return Wrapper(name, f"parallel.dp_replicate is {dp_replicate} and parallel.dp_shard {dp_shard}")
+        return WrapperChoice(name, f"parallel.dp_replicate is {dp_replicate} and parallel.dp_shard {dp_shard}")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters < SHARD_FROM_PARAMETERS:
-        return Wrapper(
+        return WrapperChoice(
             copies, f"{num_parameters:,} parameters are below {SHARD_FROM_PARAMETERS:,}: replicas send least"
         )
-    return Wrapper("fsdp2", f"{num_parameters:,} parameters are {SHARD_FROM_PARAMETERS:,} or more: sharded they fit")
+    return WrapperChoice(
+        "fsdp2", f"{num_parameters:,} parameters are {SHARD_FROM_PARAMETERS:,} or more: sharded they fit"
+    )
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -98,8 +100,8 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def distribute(
-    model: nn.Module, blocks: Sequence[nn.Module], wrapper: Wrapper, policy: MixedPrecisionPolicy, mesh: DeviceMesh,
-    *, reshards: bool, offloads: bool = False,
+    model: nn.Module, blocks: Sequence[nn.Module], wrapper: WrapperChoice, policy: MixedPrecisionPolicy,
+    mesh: DeviceMesh, *, reshards: bool, offloads: bool = False,
 ) -> None:  # fmt: skip
     """Give each block to FSDP2 or its replicate, then the rest of the model. Collective.
 
@@ -116,7 +118,7 @@ def distribute(
             replicate_with_fsdp.replicate(module, mesh=over, mp_policy=policy)
 
 
-def reduced_mesh(wrapper: Wrapper, mesh: DeviceMesh) -> DeviceMesh:
+def reduced_mesh(wrapper: WrapperChoice, mesh: DeviceMesh) -> DeviceMesh:
     """Return the part of the mesh over which gradients are summed: the data axes, the last of them with cp."""
     names = mesh.mesh_dim_names or ()
     axes = [axis for axis in ("dp_replicate", "dp_shard") if axis in names]
@@ -174,12 +176,12 @@ def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> A
 
 def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dtype | None) -> str:
     """Return the precision in words."""
+    is_wider = accumulated is not None and accumulated != dtype_of(config)
+    added = f", gradients added in {accumulated}".replace("torch.", "") if is_wider else ""
     if not is_mixed(config):
-        is_wider = accumulated is not None and accumulated != dtype_of(config)
-        added = f", gradients added in {accumulated}" if is_wider else ""
-        return f"precision: {config.dtype} throughout{added.replace('torch.', '')}"
+        return f"precision: {config.dtype} throughout{added}"
     how = "FSDP2's policy" if wrapper_name == "fsdp2" else "autocast"
-    return f"precision: parameters and gradients in {config.dtype}, computed in {config.compute_dtype} ({how})"
+    return f"precision: parameters and gradients in {config.dtype}, computed in {config.compute_dtype} ({how}){added}"
 
 
 def attend_over(model: PreTrainedModel, attention: context_parallel.GatheredAttention) -> None:

@@ -27,9 +27,9 @@ from megabatch import Term
 from megabatch.simulate import Simulated, device_named
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import GIB
-from megabatch.train.model.architecture import quiet
+from megabatch.train.model.architecture import silence
 from megabatch.train.model.build import divide
-from megabatch.train.parallel.wrap import Wrapper
+from megabatch.train.parallel.wrap import WrapperChoice
 from megabatch.train.plan.grid import Choice
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.search import NO, judge_memory, reserved_bytes
@@ -241,7 +241,9 @@ def whole_logits(model: Any, microbatch: Mapping[str, Tensor]) -> Term:
     return Term(total, (labels != -100).sum())
 
 
-def divide_as_kempner(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh, stages: None) -> list[str]:
+def divide_as_kempner(
+    model: nn.Module, config: Config, wrapper: WrapperChoice, mesh: DeviceMesh, stages: None
+) -> list[str]:
     """Divide a model as KempnerForge does: its embedding is not cut, and FSDP2 frees the root after the forward too."""
     if config.parallel.tp > 1:
         transformer = cast(PreTrainedModel, model)
@@ -275,7 +277,7 @@ class Predicted:
 
 def predict(run: Published) -> Predicted:
     """Simulate a run. Takes 5 to 60 seconds of a core."""
-    with quiet():
+    with silence():
         found, limit_bytes = simulate_published(run)
         needed_bytes = reserved_bytes(found)
         fits, _ = judge_memory(found, limit_bytes, needed_bytes)

@@ -13,7 +13,7 @@ from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, Moment, Simulated
 from megabatch.train.config import ParallelConfig
 from megabatch.train.config.byte_sizes import gib_text
-from megabatch.train.model.architecture import quiet
+from megabatch.train.model.architecture import silence
 from megabatch.train.plan.estimate import Estimate
 from megabatch.train.plan.grid import GATHER_ONCE, Choice
 from megabatch.train.plan.simulation import Simulator
@@ -139,7 +139,7 @@ def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
 
 def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> PlanRow:
     """Simulate a choice and return its row."""
-    with quiet():
+    with silence():
         found = simulator.simulate(choice)
     needed_bytes = reserved_bytes(found)
     fits, why = judge_memory(found, limit_bytes, needed_bytes)

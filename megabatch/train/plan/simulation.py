@@ -53,7 +53,7 @@ from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.pipeline_stages import Stages, pipeline, stages_of
 from megabatch.train.parallel.tensor_parallel import plain_terms
 from megabatch.train.parallel.wrap import (
-    Wrapper,
+    WrapperChoice,
     accumulation_of,
     attend_over,
     blocks_of,
@@ -149,7 +149,7 @@ def quantize_outline(model: nn.Module, config: Config) -> None:
         model.set_submodule(name, FourBitLinear(layer, computed, double_quantization=is_double))
 
 
-def _mesh_axes(layout: Layout, wrapper: Wrapper, world: int) -> dict[str, int] | None:
+def _mesh_axes(layout: Layout, wrapper: WrapperChoice, world: int) -> dict[str, int] | None:
     """Return the axes of the mesh that the trainer would make; DDP has one."""
     if world == 1 and wrapper.name == "plain":
         return None
@@ -177,7 +177,7 @@ class Simulator:
 
     config: Config
     device: Device
-    wrapper: Wrapper
+    wrapper: WrapperChoice
     axes: dict[str, int] | None  # of the mesh; None: one rank
     sample: "LongestSample"
     grid: Grid

@@ -19,7 +19,7 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
 from megabatch.train.config.contradictions import problems
 from megabatch.train.config.recipe import load_config
-from megabatch.train.model.architecture import quiet
+from megabatch.train.model.architecture import silence
 from megabatch.train.parallel.pipeline_stages import stages_text
 from megabatch.train.plan.layouts import build_layouts, layout_text
 from megabatch.train.plan.request import PlanRequest, read_request
@@ -48,7 +48,7 @@ def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[PlanRow]:
     request = read_request(arguments)
     config = load_config(recipe, list(request.overrides))
     console = Console(enabled=not request.as_json, loss_digits=4)
-    with quiet():
+    with silence():
         layouts, left_out = build_layouts(config, request, console) if request.layouts else ([], [])
         simulators = layouts or [build_simulator(config, request, console)]
         num_choices = sum(len(each.grid.choices()) for each in simulators)

@@ -101,6 +101,10 @@ class MetricsFile(JsonlFile):
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
         if self.is_enabled:
+            # JSON has no NaN, which a loss may be.
+            row = {
+                key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in row.items()
+            }
             self.pending.append(f"{json.dumps(row)}\n")
             if self._loggers:
                 self._hidden.append(dict(row))

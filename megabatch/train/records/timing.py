@@ -29,7 +29,7 @@ from megabatch.train.runtime.files import TIMELINE, JsonlFile, replace_text
 from megabatch.train.runtime.plugins import in_place_of
 from megabatch.train.runtime.ranks import Ranks
 
-RECORDED = 3  # update of a start: the first two make what stays, and measure memory
+RECORDED = 3  # update of a start: the first two allocate optimizer states and measure memory
 MOST_RANKS, MOST_MICROBATCHES = 64, 256  # that are told apart
 IDLE, FORWARD, BACKWARD, REDUCE, STEP = "idle", "forward", "backward", "reduce", "step"
 DUMMY, REST, END = "dummy microbatch", "rest", "end"  # REST: microbatches beyond those that are told apart

@@ -1,7 +1,6 @@
 """Data of a run's page, read from its folder while it runs or later."""
 
 import errno
-import json
 import os
 import re
 from bisect import bisect_left
@@ -34,7 +33,7 @@ FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; 
 RECENT = 100  # updates from which the time left is estimated
 TAIL_BYTES = 16_384  # of log.txt, in which its end is looked for
 GOES_ON = ("update ", "resumed from ", "nothing was saved yet")  # how lines of the log begin
-ENDED = ("stopped ", "the data ran out")
+ENDED = ("stopped ", "finished ", "the data ran out")
 FAILED = re.compile(r"stopped by \w+Error\b")
 PLANNED = re.compile(r"(\d+) updates? of ")
 Story = dict[str, Any]
@@ -256,13 +255,13 @@ def is_running(folder: Path) -> bool:
 def start_of(folder: Path) -> dict[str, str]:
     """Return the devices and versions of the last start."""
     starts = read_starts(folder)
-    return {key: text_of(starts[-1][key]) for key in FACTS if starts and key in starts[-1]} if starts else {}
+    return {key: text_of(starts[-1][key]) for key in FACTS if key in starts[-1]} if starts else {}
 
 
 def text_of(fact: Any) -> str:
     """Return a fact as text; devices with their numbers."""
     if isinstance(fact, dict):
-        return ", ".join(f"{number} x {name}" for name, number in json.loads(json.dumps(fact)).items())
+        return ", ".join(f"{number} x {name}" for name, number in fact.items())
     return str(fact)
 
 

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
@@ -88,6 +88,19 @@ def digest_of(table: dict[str, Any]) -> str:
     """Return the SHA-256 of a table without its own digest."""
     rest = {key: value for key, value in table.items() if key != DIGEST}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Return a table that `sealed_text` wrote. Raises `FileNotFoundError`, or `ValueError` for anything else."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(in_one_line(error)) from None
+    if not isinstance(table, dict) or cast(Row, table).get(DIGEST) != digest_of(cast(Row, table)):
+        raise ValueError("it is not what was written: its SHA-256 is another")
+    return cast(Row, table)
 
 
 def sha256_of_file(path: Path) -> str:
