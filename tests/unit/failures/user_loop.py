@@ -78,8 +78,10 @@ def then_change(change: Callable[[nn.Module], object], work: Work = scaled) -> W
 
 def dropped_and_own(gradient: GradientAccumulator, part: Any) -> None:
     loss = total_of(gradient)
+    dropped = [each.grad for each in gradient.model.parameters()]  # so that no new gradient gets their addresses
     gradient.model.zero_grad()
     loss.backward()
+    del dropped
 
 
 def in_float16(gradient: GradientAccumulator, part: Any) -> None:
