@@ -725,13 +725,13 @@ class GradientAccumulator:
         """
         from megabatch.engine.user_loop import read_request
 
+        if self._loop is None:
+            self._check_can_loop(index)
         request, failure = None, None
-        try:  # an error of one rank is raised on all, since the others already wait for its message
-            if self._loop is None:
-                self._check_can_loop(index)
+        try:
             request = read_request(of, sum_over, mean_over, update_weight, divided)
         except MegabatchError as error:
-            failure = error
+            failure = error  # the other ranks must know
         if self._loop is None:
             self._open_loop(request, failure)
         loop: Any = self._loop

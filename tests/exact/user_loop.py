@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import GradientAccumulator, MegabatchError, Update
+from megabatch.engine.error_broadcast import TOLD
+from megabatch.torch_private import default_store
 from tests.comm import jobs
 from tests.comm.counting import Collectives
 from tests.exact import harness, models, oracle
@@ -106,7 +108,10 @@ def _backward(form: str, part: Any, total: Tensor, weight: Tensor, whole: float,
 
 
 def lost_job(name: str) -> list[str]:
-    """The job "name:rank:world:": the last body fails on one rank, and all go on without `discard`."""
+    """The job "name:rank:world:": the last body fails on one rank, and all go on without `discard`.
+
+    The other ranks come to `finalize` after the error: one that waits in a collective of it cannot go on.
+    """
     _, culprit, _, _ = name.split(":")
     model, gradient = jobs.accumulator("plain", "auto")
     found: list[str] = []
@@ -117,6 +122,8 @@ def lost_job(name: str) -> list[str]:
                 if fails and index == 1 and dist.get_rank() == int(culprit):
                     raise ValueError("of one rank")
                 part.scale(jobs.squares(model, jobs.batch(jobs.ROWS))[0]).backward()
+        if fails:
+            default_store().wait([gradient._error_broadcast._key(TOLD)])
         gradient.finalize()
 
     for fails in (True, False):

@@ -232,7 +232,11 @@ def test_overrides_have_the_types_of_their_keys(recipe: Path) -> None:
     assert config.optim.lr == 1e-4
     words = load(recipe, "--data.text_field=true", "--run.folder=none", "--eval.watch=None").model_dump()
     assert (words["data"]["text_field"], words["run"]["folder"], words["eval"]["watch"]) == ("true", "none", None)
-    assert load(recipe, "--optim.ema_decay=none", "--optim.lr=1").optim.lr == 1.0
+    optim = load(
+        recipe, "--optim.ema_decay=.5", "--optim.lr=1", "--optim.betas=.9,.99", "--optim.options.eps=1e-9"
+    ).optim
+    assert (optim.ema_decay, optim.lr, optim.betas, optim.options) == (0.5, 1.0, (0.9, 0.99), {"eps": 1e-9})
+    assert load(recipe, "--optim.ema_decay=none").optim.ema_decay is None
     assert load(recipe, "--run.resume=true").run.resume is True
     assert load(recipe, "--run.resume=false").run.resume is False
 

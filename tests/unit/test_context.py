@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from megabatch import PlanError, losses
 from megabatch.batching import context_parallel
 from megabatch.batching.context_parallel import GatheredAttention, Stretch, piece_mask, stretch
+from megabatch.engine.call import check_weights_of_stretches
 from tests.unit.failures.table import check_error
 
 IDS = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
@@ -59,6 +60,18 @@ def test_the_stretches_of_all_ranks_are_the_whole(degree, length):
     expected = {(place, place + 1, place + 2 if place + 1 < length else -100) for place in range(length)}
     assert seen == expected
     assert sum(int(losses.count_targets(part)) for part in parts) == max(0, length - 1)
+
+
+def test_weights_that_are_sums_of_float32_pass_the_check_of_their_stretches():
+    """Sums of parts differ from the sum of the whole by float32's rounding."""
+    labels, weights = (
+        torch.zeros(1, 64, dtype=torch.long),
+        torch.rand(1, 64, generator=torch.Generator().manual_seed(0)),
+    )
+    whole = {"input_ids": labels, "labels": labels, "shift_weights": weights}
+    sums = [float(stretch(whole, rank, 4)["shift_weights"].sum()) for rank in range(4)]
+    assert sum(sums) != float(weights.sum())
+    check_weights_of_stretches(whole, lambda microbatch: microbatch["shift_weights"].sum(), 4)
 
 
 def test_it_stays_what_it_is_between_devices_and_processes():

@@ -1,5 +1,6 @@
 """Samples in one row: what is in it, which models keep them apart, and the gradient, which is that of samples apart."""
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -169,6 +170,22 @@ def test_deferred_samples_and_several_calls() -> None:
     gradient.forward_backward(given_[3:], losses.next_token)
     gradient.finalize()
     assert error(taken(model), expected) <= 1e-12
+
+
+def test_the_trial_of_a_weight_keeps_no_room_of_deferred_samples() -> None:
+    """Only its samples are loaded again."""
+    model, given_ = model_of("gpt2"), samples((4,) * 10)
+    num_bytes = sum(each.nbytes for each in OneRow()(given_).values())
+    loads: Counter[int] = Counter()
+
+    def load(index: int) -> dict[str, Tensor]:
+        loads[index] += 1
+        return given_[index]
+
+    gradient = GradientAccumulator(model, max_microbatch_tokens=8, collate=OneRow())
+    gradient.forward_backward(Deferred(load, [4] * 10, kept_bytes=num_bytes), losses.next_token)
+    gradient.finalize()
+    assert sorted(loads.values())[:8] == [1] * 8
 
 
 def test_the_bound_is_measured_in_rows() -> None:

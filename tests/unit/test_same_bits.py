@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megabatch import CostModel, GradientAccumulator, PlanError, UpdateSampler, loss
+from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError, UpdateSampler, loss
+from megabatch.accumulator import MAX_RUNS
 from megabatch.engine.optimizer_trial import depends_on_shards
 from megabatch.engine.same_bits import parts_of
 from megabatch.optim import LowBits
@@ -280,3 +281,34 @@ refused = of_ranks(f"{__name__}:run_job", [f"{kind}:2:" for kind in REFUSED])
 def test_what_depends_on_ranks_is_refused_on_all_of_them(refused, kind: str) -> None:
     for message in refused(f"{kind}:2:"):
         assert REFUSED[kind] in message
+
+
+class Growing(torch.autograd.Function):
+    """A sum whose gradient is 2**20 times as large in each backward, as no deterministic kernel's is."""
+
+    num_backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Any) -> Tensor:
+        Growing.num_backwards += 1
+        return factors[0].expand(2, 2) * 2.0 ** (20 * Growing.num_backwards)
+
+
+def test_an_update_that_is_never_proved_runs_three_times_and_names_its_gradient() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    gradient = GradientAccumulator(model, micro_batch_size=2, same_bits="proved")
+    calls: list[int] = []
+
+    def loss_fn(model: nn.Linear, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        calls.append(1)
+        return Growing.apply(model.weight), 2
+
+    gradient.forward_backward({"x": torch.ones(2, 2)}, loss_fn)
+    checked = len(calls)  # the first call of a loss runs it twice
+    with pytest.raises(MegabatchError, match="its loss or its gradient has other bits"):
+        gradient.finalize()
+    assert len(calls) == checked + MAX_RUNS - 1

@@ -6,6 +6,7 @@ Every mistake is a `MegabatchError` of one line.
 
 import tomllib
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, cast, get_args, get_origin
@@ -175,8 +176,16 @@ def read_value(text: str, annotation: Any) -> object:
     if takes_text(annotation):
         return text
     if "tuple" in kind:
-        return read_toml_value(f"[{text.strip('[]()')}]")
-    return read_toml_value(text.lower() if text.lower() in ("true", "false") else text)
+        return [read_number(word) for word in text.strip("[]()").replace(",", " ").split()]
+    return read_toml_value(text.lower()) if text.lower() in ("true", "false") else read_number(text)
+
+
+def read_number(text: str) -> object:
+    """Return the text as TOML reads it, or as Python reads a number: TOML has no .5 and no 5."""
+    value = read_toml_value(text)
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def takes_text(annotation: Any) -> bool:

@@ -285,11 +285,10 @@ def muon_optimizer(model: nn.Module, config: OptimConfig) -> Muon:
             "choose AdamW, or free some from model.freeze"
         )
     groups: list[Group] = [{"params": matrices, "weight_decay": config.weight_decay}]
-    of_matrices = {key: value for key, value in config.options.items() if key != "fused"}
-    own = config.model_copy(update={"options": of_matrices})
-    arguments = tried(Muon, arguments_of(optim.Muon, own), groups)
+    options = dict(config.options)
+    fused = {"fused": options.pop("fused")} if "fused" in options else {}  # torch's Muon is not fused, and AdamW is
+    arguments = tried(Muon, arguments_of(optim.Muon, config.model_copy(update={"options": options})), groups)
     rate = config.lr if config.adamw_lr is None else config.adamw_lr
-    fused = {key: value for key, value in config.options.items() if key == "fused"}
     of_rest = config.model_copy(update={"name": "AdamW", "lr": rate, "options": fused})
     others = groups_of(rest, config.weight_decay)
     return Muon(groups, torch_optimizer(others, of_rest) if others else None, **arguments)

@@ -287,7 +287,7 @@ def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens:
         estimate_bubble(*order, recomputes=bool(choice.recompute), message=each) for each in (0.0, round(message, 2))
     )
     worst = max(first, last, key=lambda each: each.peak_bytes)
-    more = choice.num_largest
+    more = choice.num_steps
     return Estimate(
         worst.peak_bytes,
         worst.sent_bytes + choice.num_microbatches * message_bytes,

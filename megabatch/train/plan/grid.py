@@ -46,8 +46,8 @@ class Choice:
         return replace(self, num_microbatches=self.num_together, num_together=0) if self.num_together else self
 
     @property
-    def num_largest(self) -> float:
-        """Number of largest schedule steps with as many microbatches as the update has."""
+    def num_steps(self) -> float:
+        """Microbatches of the update, by those of the largest schedule step."""
         return self.num_microbatches / self.largest_step.num_microbatches
 
     @property

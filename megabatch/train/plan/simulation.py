@@ -206,7 +206,7 @@ class Simulator:
         first, last = (self._simulate_end(choice.largest_step, end) for end in self.ends)
         share = self.ends[0].share
         found = join_ranks(first, last, share.schedule, share.num_ranks, share.per_rank)
-        return found.in_schedule_steps(choice.num_largest, choice.bubbles) if choice.num_together else found
+        return found.in_schedule_steps(choice.num_steps, choice.bubbles) if choice.num_together else found
 
     @property
     def num_ranks(self) -> int:
