@@ -34,7 +34,7 @@ CLAIM = "the same update in less time and memory than its peers take at their be
 HEADLINE = ["megabatch", "hf_rebalance", "hf", "accelerate", "plain", "sorted"]
 START_SECONDS, UPDATE_SECONDS = 9, 15  # about, of one core; only to say how long all will take
 TIMEOUT_SECONDS = 900
-NEAR = 1.15  # times the best CPU time of the first repeat: larger than the noise, so that these sizes are run again
+NEAR = 1.15  # times the best CPU time of the first repeat: these sizes are run again
 Pools = dict[tuple[str, str], dict[str, list[list[int]]]]  # regime and data set, then which samples
 
 

@@ -85,6 +85,7 @@ def test_a_program_reads_the_same(tmp_path: Path, capsys) -> None:
         ("t  stopped at run.max_steps = 7; the data is enough for 9 updates\n", "ended"),
         ("t  stopped after update 7: the watched loss has not fallen\n", "ended"),
         ("t  the data ran out after 1 epoch\n", "ended"),
+        ("t  resumed from x\nt  finished at update 6: raise run.max_epochs, which is 1, to train on\n", "ended"),
     ],
 )
 def test_the_state_is_that_of_the_log(tmp_path: Path, log: str, state: str) -> None:

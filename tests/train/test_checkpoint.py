@@ -235,6 +235,14 @@ def here(**parts: Any) -> dict[str, Any]:
     return meta.describe_run(**(given | parts))
 
 
+def test_parameters_are_no_secrets_whatever_their_names(tmp_path: Path) -> None:
+    saved, now = (here(model={"parameters": {"vit.cls_token": ["float32", 4, digest]}}) for digest in ("ab", "cd"))
+    assert saved["parameters"]["vit.cls_token"] == ["float32", 4, "ab"]
+    line = line_of(lambda: meta.check_same_run(tmp_path / "run" / "checkpoints" / "step-1", saved, now))
+    assert "vit.cls_token is ['float32', 4, 'ab'] there and ['float32', 4, 'cd'] here" in line
+    assert here(settings={"api_token": "abc"})["settings"] == {"api_token": "(masked)"}
+
+
 @pytest.mark.parametrize(
     ("parts", "line"),
     [

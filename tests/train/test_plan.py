@@ -720,6 +720,19 @@ def test_a_pipeline_is_split_into_the_schedule_steps_of_a_run(kind: str) -> None
 
 
 @pytest.mark.slow
+def test_deep_stages_that_are_cut_over_ranks_are_simulated_by_a_few_layers(recipe: Path) -> None:
+    values = {"parallel__pp": 2, "parallel__tp": 2, "parallel__sequence_parallel": "true"}
+    what = subject(recipe, 4, **values, model__config__num_hidden_layers=24, update__micro_batch_size=1)
+    assert all(end.repeats is not None for end in what.ends)
+    choice = what.grid.choices()[0]
+    few, all_layers = (each.simulate(choice) for each in (what, replace(what, ends=[
+        replace(end, repeats=None) for end in what.ends
+    ])))  # fmt: skip
+    assert few.peak_bytes == all_layers.peak_bytes
+    assert few.sent_bytes == all_layers.sent_bytes
+
+
+@pytest.mark.slow
 def test_an_update_in_two_schedule_steps_takes_as_long_as_both(recipe: Path) -> None:
     """And its memory is that of the larger one."""
     values = {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "update__micro_batch_size": 1}

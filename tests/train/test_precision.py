@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from megabatch import GradientAccumulator, loss, losses, verify
 from megabatch.losses.contract import weigh_of
 from megabatch.train.model.build import build, in_precision
-from megabatch.train.parallel.wrap import accumulation_of
+from megabatch.train.parallel.wrap import accumulation_of, precision_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.contexts import ALONE, SILENT
@@ -111,6 +111,11 @@ def test_autocast_ends_with_the_loss() -> None:
 
     in_precision(look, config.model, parallel_model, ALONE.device)(parallel_model.model, {})
     assert [*seen, torch.is_autocast_enabled("cpu")] == [True, False]
+
+
+def test_a_wider_sum_of_mixed_precision_is_said() -> None:
+    line = precision_text(recipe(MIXED).model, "ddp", torch.float64)
+    assert line.endswith("computed in bfloat16 (autocast), gradients added in float64")
 
 
 @pytest.mark.parametrize(

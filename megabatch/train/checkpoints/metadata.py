@@ -185,7 +185,7 @@ def describe_conditions(config: Config, ranks: Ranks) -> dict[str, object]:
 def check_same_run(checkpoint: Path, saved: Meta, here: Meta) -> None:
     """Raise `MegabatchError` naming the first difference between a checkpoint's run and this one."""
     for part, (kind, prefix) in IDENTITY.items():
-        difference = first_difference(mask(saved[part]), mask(here[part]))
+        difference = first_difference(saved[part], here[part])
         if difference is not None:
             key, there, now = difference
             change = (
