@@ -7,6 +7,7 @@ the gradient.
 
 import contextlib
 import math
+import weakref
 from collections.abc import Generator, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from megabatch.wrappers.gradients import separate_gradients
 
 SUM, MEAN, DIVIDED = "sum", "mean", "divided"  # kinds of a loss
 UNSCALED = "loss that was not scaled"  # the name of the term; ranks compare names, so all scale or none does
+Writes = tuple[weakref.ref[Tensor], int]  # to a tensor
 UNKNOWN = -1.0  # a weight in a message
 SAY = "give sum_over= or mean_over= for each microbatch, or update_weight= or divided=True for the update"
 
@@ -164,8 +166,8 @@ class UserLoop:
         self._is_seen = True  # every loss is known, so that the update's can be reported
         self._num_done = 0
         self._all_have_gradients = False
-        self._writes: list[tuple[int, int] | None] = []  # to gradients, before the microbatch that runs
-        self._parameter_writes: list[tuple[int, int] | None] = []
+        self._writes: list[Writes | None] = []  # to gradients, before the microbatch that runs
+        self._parameter_writes: list[Writes | None] = []
         self._told_weight: float | Tensor = 0.0  # of this rank's microbatches so far
         self._is_untold = False  # some microbatch did not tell its weight
         self._update_weight, self._is_divided = request.update_weight, request.weight.kind == DIVIDED
@@ -271,7 +273,9 @@ class UserLoop:
         """Raise `LossContractError` if gradients have changed since the microbatch began."""
         before, after = self._writes, _writes(each.grad for each in self.wrapper.accumulating)
         # FSDP2 makes some parameters in the first forward, so that the list after is longer.
-        if not self.wrapper.replaces_gradients and (after[: len(before)] != before or any(after[len(before) :])):
+        if not self.wrapper.replaces_gradients and (
+            _have_changed(before, after[: len(before)]) or any(after[len(before) :])
+        ):
             raise LossContractError(
                 f"gradients changed in the body before {where} was given to scale(). Leave zero_grad() out, which "
                 "finalize() makes needless. If the loss runs its own backward, divide it by divisor before, and leave "
@@ -285,12 +289,12 @@ class UserLoop:
         """
         wrapper, is_last = self.wrapper, self._num_done == self.of - 1
         before, after = self._writes, _writes(each.grad for each in wrapper.accumulating)
-        if not wrapper.replaces_gradients and _writes(wrapper.parameters) != self._parameter_writes:
+        if not wrapper.replaces_gradients and _have_changed(self._parameter_writes, _writes(wrapper.parameters)):
             raise MegabatchError(f"parameters were written to in {where}; call optimizer.step() after finalize()")
         pairs = [] if wrapper.replaces_gradients or wrapper.forwards_meet else list(zip(before, after, strict=True))
         if any(old and not new for old, new in pairs):
             raise MegabatchError(f"gradients were dropped in {where}; leave zero_grad() out, finalize() does that")
-        has_run = after != before
+        has_run = _have_changed(before, after)
         if wrapper.forwards_meet:
             has_run = not is_last or any(after)
         if not has_run:
@@ -301,7 +305,7 @@ class UserLoop:
         if may_write_often or (type(wrapper) is not Wrapper and (is_last or self._policy == "every")):
             return
         both = [(old, new) for old, new in pairs if old and new]
-        if any(old[0] != new[0] for old, new in both):
+        if any(old[0]() is not new[0]() for old, new in both):
             raise MegabatchError(f"gradients were replaced in {where}; leave zero_grad() out, finalize() does that")
         times = max((new[1] - old[1] for old, new in both), default=0)
         if times > 1:
@@ -528,6 +532,19 @@ def _total(where: str, loss: Tensor, weight: LossWeight) -> Tensor:
     return loss * 0.0
 
 
-def _writes(tensors: Iterable[Tensor | None]) -> list[tuple[int, int] | None]:
-    """Return identity and number of writes of each tensor. No reference is kept: a wrapper may free a gradient."""
-    return [None if each is None else (id(each), count_writes(each)) for each in tensors]
+def _writes(tensors: Iterable[Tensor | None]) -> list[Writes | None]:
+    """Return a reference and the number of writes of each tensor. It is weak, since a wrapper may free a gradient.
+
+    An address would not tell: a new gradient may get that of a dropped one.
+    """
+    return [None if each is None else (weakref.ref(each), count_writes(each)) for each in tensors]
+
+
+def _have_changed(before: list[Writes | None], after: list[Writes | None]) -> bool:
+    """Return whether any tensor is another one, or was written to. Weak references compare the tensors' values."""
+    if len(before) != len(after):
+        return True
+    return any(
+        old is not new if old is None or new is None else old[1] != new[1] or old[0]() is not new[0]()
+        for old, new in zip(before, after, strict=True)
+    )

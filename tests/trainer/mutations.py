@@ -69,7 +69,7 @@ BUGS = (
     Bug("decay nothing", {'>= 2], "weight_decay": weight_decay}': '>= 2], "weight_decay": 0.0}'}, PLAIN),
     Bug("swap the betas", {'{"betas": config.betas} if': '{"betas": config.betas[::-1]} if'}, PLAIN),
     Bug("clip to twice the norm",
-        {"max_norm=max_norm_of(config.update))": "max_norm=2 * max_norm_of(config.update))"}, PLAIN),
+        {"max_norm=max_norm_of(config.update)": "max_norm=2 * max_norm_of(config.update)"}, PLAIN),
     # Which samples
     Bug("train on what is held out",
         {"np.setdiff1d(np.arange(len(samples)), held_out_ids)": "np.arange(len(samples))"}, EPOCHS),

@@ -4,6 +4,7 @@ Layers are plain dictionaries until one validation at the end, so that an overri
 Every mistake is a `MegabatchError` of one line.
 """
 
+import math
 import tomllib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -181,10 +182,11 @@ def read_value(text: str, annotation: Any) -> object:
 
 
 def read_number(text: str) -> object:
-    """Return the text as TOML reads it, or as Python reads a number: TOML has no .5 and no 5."""
+    """Return the text as TOML reads it, or as Python reads a number: TOML has no ".5" and no "5."."""
     value = read_toml_value(text)
     with suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
+        if isinstance(value, str) and math.isfinite(number := float(value)):  # else it is too large
+            return number
     return value
 
 

@@ -78,10 +78,16 @@ def then_change(change: Callable[[nn.Module], object], work: Work = scaled) -> W
 
 def dropped_and_own(gradient: GradientAccumulator, part: Any) -> None:
     loss = total_of(gradient)
-    dropped = [each.grad for each in gradient.model.parameters()]  # so that no new gradient gets their addresses
     gradient.model.zero_grad()
     loss.backward()
-    del dropped
+
+
+def dropped_and_own_twice(gradient: GradientAccumulator, part: Any) -> None:
+    """As many writes as one backward makes to a gradient that is there."""
+    losses = [total_of(gradient) for _ in range(2)]
+    gradient.model.zero_grad()
+    for loss in losses:
+        loss.backward()
 
 
 def in_float16(gradient: GradientAccumulator, part: Any) -> None:
@@ -236,6 +242,9 @@ FAILURES = {
     ),
     "zero_grad before a backward in a loop of one's own": Failure(
         "replaced in microbatch 1 of 2", lambda: loop(dropped_and_own), MegabatchError
+    ),
+    "zero_grad before two backwards in a loop of one's own": Failure(
+        "replaced in microbatch 1 of 2", lambda: loop(dropped_and_own_twice), MegabatchError
     ),
     "a step in a loop of one's own": Failure(
         "parameters were written to in microbatch 1",
