@@ -515,6 +515,7 @@ DEEP_ROUTED = {"model_type": "qwen3_moe", "head_dim": 16, **ROUTED}
 DEEP: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (4, {"parallel__wrapper": "fsdp2", "model__dtype": "bfloat16"}),
     "gather_once": (4, {"parallel__wrapper": "fsdp2", "optim__options__foreach": "true"}),
+    "gather_once:4": (4, {"parallel__wrapper": "fsdp2", "model__dtype": "bfloat16"}),
     "routed": (
         4,
         {
@@ -541,11 +542,13 @@ def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str, monkeypa
     world, values = DEEP[name]
     extended: list[object] = []
     monkeypatch.setattr(simulation, "extend", lambda *args: extended.append(extend(*args)) or extended[-1])
-    deep = subject(recipe, world, model__config__num_hidden_layers=12, **values)
+    deep = subject(recipe, world, model__config__num_hidden_layers=20 if ":" in name else 12, **values)
     assert deep.repeats is not None
     choices = deep.grid.choices()[:2]
     if name == "gather_once":
         choices = [replace(choice, sync=name, num_microbatches=2, reshard=False) for choice in choices]
+    if name == "gather_once:4":
+        choices = [replace(choice, sync=name, num_microbatches=5) for choice in choices]
     for choice in choices:
         with silence():
             found, expected = (each.simulate(choice) for each in (deep, replace(deep, repeats=None)))

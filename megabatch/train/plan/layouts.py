@@ -11,7 +11,7 @@ from megabatch.train.config.contradictions import check_config
 from megabatch.train.parallel.pipeline_stages import check_model, per_rank
 from megabatch.train.parallel.tensor_parallel import check_divisible, plan_of
 from megabatch.train.plan.request import PlanRequest
-from megabatch.train.plan.simulation import Simulator, bare_model, build_simulator, find_longest_sample
+from megabatch.train.plan.simulation import Outlines, Simulator, build_simulator, find_longest_sample
 from megabatch.train.runtime.console import Console
 
 NODES_FACTOR = 4  # from one number of nodes with a copy of the model to the next
@@ -27,7 +27,8 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     if request.world == 1:
         raise MegabatchError("--layouts compares layouts of several processes and --world is 1; give --world N")
     sample = find_longest_sample(config, request.length_tokens, console)
-    model: Any = bare_model(config)
+    outlines = Outlines(config, sample.length_tokens)
+    model: Any = outlines.whole
     simulators: list[Simulator] = []
     left_out: dict[str, str] = {}
     stages = pipeline_degrees(model, config, request)
@@ -39,7 +40,7 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
             if parallel.tp > 1:
                 plan_of(model)
                 check_divisible(model, parallel.tp)
-            simulators.append(build_simulator(divided, request, console, sample))
+            simulators.append(build_simulator(divided, request, console, sample, outlines))
         except MegabatchError as error:
             left_out.setdefault(str(error), f"without {layout_text(parallel)}: {error}")
     if not simulators:

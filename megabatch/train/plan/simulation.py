@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from math import prod
+from math import ceil, prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from megabatch import JointLoss, UpdateSampler
 from megabatch.batching import OneRow, context_parallel
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
+from megabatch.planning import num_gathered_once
 from megabatch.simulate import (
     QUANTIZED_OPTIMIZERS,
     Device,
@@ -86,19 +87,25 @@ MIN_SPARED = 1.25  # layers for each one that is simulated
 
 
 def build_simulator(
-    config: Config, request: PlanRequest, console: Console, sample: "LongestSample | None" = None
+    config: Config,
+    request: PlanRequest,
+    console: Console,
+    sample: "LongestSample | None" = None,
+    outlines: "Outlines | None" = None,
 ) -> "Simulator":
-    """Prepare a recipe for simulation. Raises `MegabatchError` for keys that exclude each other or the plan."""
+    """Prepare a recipe for simulation. Raises `MegabatchError` for keys that exclude each other or the plan.
+
+    Layouts of a recipe share ``sample`` and ``outlines``.
+    """
     layout = layout_of(config.parallel, request.world)
     check_planned(config)
     sample = sample or find_longest_sample(config, request.length_tokens, console)
-    model = bare_model(config, sample.length_tokens)
+    outlines = outlines or Outlines(config, sample.length_tokens)
+    model = outlines.whole
     if layout.cp > 1:
         check_attention_is_causal(cast(PreTrainedModel, model))
     wrapper = choose_wrapper(config.parallel.wrapper, request.world, model, layout)
     check_four_bit_wrapper(config.model, wrapper)
-    quantize_outline(model, config)
-    choose_trained(model, config.model)
     axes = _mesh_axes(layout, wrapper, request.world)
     is_hybrid = wrapper.name == "fsdp2" and (axes or {}).get("dp_replicate", 1) > 1
     wrapped = "hsdp" if is_hybrid else wrapper.name
@@ -108,7 +115,7 @@ def build_simulator(
     router = router_coefficient(config, model, load_function(config.loss.function, "loss.function"))
     simulator = Simulator(config, request.device, wrapper, axes, sample, grid, sizes, router)
     if layout.pp > 1:
-        ends = [find_end(simulator, layout, wrapped, rank) for rank in (0, layout.pp - 1)]
+        ends = [find_end(simulator, outlines, layout, wrapped, rank) for rank in (0, layout.pp - 1)]
         return replace(simulator, ends=ends)
     repeats = None if wrapper.name == "ddp" else find_repeats(model)  # whose buckets do not end with layers
     return replace(simulator, repeats=repeats)
@@ -138,6 +145,27 @@ def bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
     architecture.use_cache = False
     check_fit(architecture, longest_tokens, None)
     return outline(simulated, architecture)
+
+
+class Outlines:
+    """Models of a recipe without memory, whole and cut into stages, to be measured. Layouts cut them alike."""
+
+    def __init__(self, config: Config, longest_tokens: int) -> None:
+        self.whole = bare_model(config, longest_tokens)
+        quantize_outline(self.whole, config)
+        choose_trained(self.whole, config.model)
+        self._stages: dict[tuple[object, ...], Stages] = {}
+
+    def stages(self, simulator: "Simulator", ranks: Ranks) -> "Stages":
+        """Return the stages of a rank. Raises `MegabatchError` for a model that cannot be cut."""
+        config, wrapper = simulator.config, simulator.wrapper
+        parallel = config.parallel
+        key = wrapper.name, parallel.schedule, parallel.stages_per_rank, parallel.pp, ranks.pp_rank
+        if key not in self._stages:
+            model = bare_model(config)
+            choose_trained(model, config.model)
+            self._stages[key] = simulator.cut(model, config, ranks)
+        return self._stages[key]
 
 
 def quantize_outline(model: nn.Module, config: Config) -> None:
@@ -240,7 +268,9 @@ class Simulator:
 
     def _simulate(self, choice: Choice, repeats: "Repeats | None", end: PipelineEnd | None = None) -> Simulated:
         """Simulate a rank: rank 0, or one at an end of a pipeline."""
-        if repeats is not None and not choice.gathers_some:  # a part is of all layers
+        if repeats is not None and choice.gathers_some:  # the root's parameters, and those of the first layers
+            repeats = repeats.after(num_gathered_once(choice.sync) - 1)
+        if repeats is not None:
             num_first, period, num_blocks = repeats
             shallow, deeper = (self._simulate_layers(choice, end, each) for each in (num_first, num_first + period))
             if (found := extend(shallow, deeper, num_blocks)) is not None:
@@ -354,13 +384,11 @@ class Simulator:
         return in_place_of(loss_fn, in_precision)
 
 
-def find_end(simulator: Simulator, layout: Layout, wrapped: str, rank: int) -> PipelineEnd:
+def find_end(simulator: Simulator, outlines: Outlines, layout: Layout, wrapped: str, rank: int) -> PipelineEnd:
     """Return a rank along pp. Raises `MegabatchError` for a model that cannot be cut into stages."""
     config, num_ranks = simulator.config, simulator.num_ranks
-    model = bare_model(config)
-    choose_trained(model, config.model)
-    embedding = cast(PreTrainedModel, model).get_input_embeddings()
-    stages = simulator.cut(model, config, Ranks(rank * num_ranks // layout.pp, num_ranks, CPU, layout))
+    embedding = cast(PreTrainedModel, outlines.whole).get_input_embeddings()
+    stages = outlines.stages(simulator, Ranks(rank * num_ranks // layout.pp, num_ranks, CPU, layout))
     sizes = measure_sizes(stages.model, config, layout, wrapped, num_ranks)
     num_embedded = 0 if rank else sum(each.numel() for each in embedding.parameters())
     share = PipelineShare(config.parallel.schedule, layout.pp, rank, len(stages.parts), num_embedded)
@@ -406,6 +434,18 @@ class Repeats(NamedTuple):
     period: int  # layers of a block
     num_blocks: int
 
+    def after(self, num_layers: int) -> "Repeats | None":
+        """Return how layers repeat if so many more at the beginning are unlike; None if that spares no work."""
+        num_blocks = ceil(num_layers / self.period)
+        found = Repeats(self.num_first + num_blocks * self.period, self.period, self.num_blocks - num_blocks)
+        return found if found.spares_work else None
+
+    @property
+    def spares_work(self) -> bool:
+        """True if two shallow models have fewer layers than the whole one."""
+        num_layers = self.num_first + self.num_blocks * self.period
+        return MIN_SPARED * (2 * self.num_first + self.period) <= num_layers
+
 
 def find_repeats(model: nn.Module) -> Repeats | None:
     """Return how the layers of a model of transformers repeat; None if that spares no work.
@@ -421,8 +461,9 @@ def find_repeats(model: nn.Module) -> Repeats | None:
         start = max((index + 1 for index in range(num - period) if layers[index] != layers[index + period]), default=0)
         least = start + MIN_BLOCKS * period
         num_first = least + (num - least) % period
-        if MIN_SPARED * (2 * num_first + period) <= num:
-            return Repeats(num_first, period, (num - num_first) // period)
+        found = Repeats(num_first, period, (num - num_first) // period)
+        if found.spares_work:
+            return found
     return None
 
 
