@@ -88,7 +88,7 @@ def test_an_update_that_cannot_go_on_begins_again(bench: Bench, own: Path, tmp_p
         "ranks": "number of ranks was 2 and is 1",
         "damage": "__1_open.pt is not what was written: its SHA-256 is another",
         "lost": "__1_open.pt is not there",
-        "edited": "open.json is not what was written: its SHA-256 is another",
+        "edited": "open.json: it is not what was written: its SHA-256 is another",
         "cut off": "open.json: ",
     }[change]
     (end, *_) = bench.finish(ranks=1 if change == "ranks" else 2, recipe=bench.folder)
