@@ -541,7 +541,7 @@ def _writes(tensors: Iterable[Tensor | None]) -> list[Writes | None]:
 
 
 def _have_changed(before: list[Writes | None], after: list[Writes | None]) -> bool:
-    """Return whether any tensor is another one, or was written to. Weak references compare the tensors' values."""
+    """Return True if any tensor is another one, or was written to; == on weak references would compare values."""
     if len(before) != len(after):
         return True
     return any(

@@ -241,6 +241,8 @@ def test_parameters_are_no_secrets_whatever_their_names(tmp_path: Path) -> None:
     line = line_of(lambda: meta.check_same_run(tmp_path / "run" / "checkpoints" / "step-1", saved, now))
     assert "vit.cls_token is ['float32', 4, 'ab'] there and ['float32', 4, 'cd'] here" in line
     assert here(settings={"api_token": "abc"})["settings"] == {"api_token": "(masked)"}
+    older = {**now, "parameters": {"vit.cls_token": "(masked)"}}
+    meta.check_same_run(tmp_path / "run" / "checkpoints" / "step-1", older, now)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,7 @@ def test_overrides_have_the_types_of_their_keys(recipe: Path) -> None:
     ).optim
     assert (optim.ema_decay, optim.lr, optim.betas, optim.options) == (0.5, 1.0, (0.9, 0.99), {"eps": 1e-9})
     assert load(recipe, "--optim.ema_decay=none").optim.ema_decay is None
+    assert load(recipe, "--run.seed=007").run.seed == 7
     assert load(recipe, "--run.resume=true").run.resume is True
     assert load(recipe, "--run.resume=false").run.resume is False
 

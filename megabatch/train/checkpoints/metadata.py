@@ -15,7 +15,7 @@ from megabatch.autotune import device_text
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.paths import META, POINTER, step_of
 from megabatch.train.config import Config
-from megabatch.train.config.secrets import mask
+from megabatch.train.config.secrets import MASK, mask
 from megabatch.train.runtime.files import DIGEST, read_sealed, sealed_text, sha256_of_file, write_synced
 from megabatch.train.runtime.ranks import Ranks
 
@@ -208,7 +208,9 @@ def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
             within = first_difference(cast(Meta, there), cast(Meta, now))
             if within is not None:
                 return f"{key}.{within[0]}", *within[1:]
-        elif there != now and not (there is MISSING and now in (None, {}, [])):  # a key newer than the checkpoint
+        elif there == MASK or (there is MISSING and now in (None, {}, [])):  # an older checkpoint's, which cannot tell
+            continue
+        elif there != now:
             return key, shorten(there), shorten(now)
     return None
 

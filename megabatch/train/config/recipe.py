@@ -182,10 +182,14 @@ def read_value(text: str, annotation: Any) -> object:
 
 
 def read_number(text: str) -> object:
-    """Return the text as TOML reads it, or as Python reads a number: TOML has no ".5" and no "5."."""
+    """Return the text as TOML reads it, or as Python reads a number: TOML has no "007", no ".5" and no "5."."""
     value = read_toml_value(text)
+    if not isinstance(value, str):
+        return value
     with suppress(ValueError):
-        if isinstance(value, str) and math.isfinite(number := float(value)):  # else it is too large
+        return int(text)
+    with suppress(ValueError):
+        if math.isfinite(number := float(text)):  # else it is too large
             return number
     return value
 
