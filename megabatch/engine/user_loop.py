@@ -33,7 +33,7 @@ from megabatch.wrappers.gradients import separate_gradients
 
 SUM, MEAN, DIVIDED = "sum", "mean", "divided"  # kinds of a loss
 UNSCALED = "loss that was not scaled"  # the name of the term; ranks compare names, so all scale or none does
-Writes = tuple[weakref.ref[Tensor], int]  # to a tensor
+Writes = tuple[weakref.ref[Tensor], int]  # a tensor, and the number of writes to it
 UNKNOWN = -1.0  # a weight in a message
 SAY = "give sum_over= or mean_over= for each microbatch, or update_weight= or divided=True for the update"
 
@@ -533,18 +533,19 @@ def _total(where: str, loss: Tensor, weight: LossWeight) -> Tensor:
 
 
 def _writes(tensors: Iterable[Tensor | None]) -> list[Writes | None]:
-    """Return a reference and the number of writes of each tensor. It is weak, since a wrapper may free a gradient.
+    """Return each tensor with its number of writes, by a weak reference, since a wrapper may free a gradient.
 
-    An address would not tell: a new gradient may get that of a dropped one.
+    `id` does not tell tensors apart: a new gradient may get the address of a dropped one.
     """
     return [None if each is None else (weakref.ref(each), count_writes(each)) for each in tensors]
 
 
 def _have_changed(before: list[Writes | None], after: list[Writes | None]) -> bool:
-    """Return True if any tensor is another one, or was written to; == on weak references would compare values."""
-    if len(before) != len(after):
-        return True
-    return any(
-        old is not new if old is None or new is None else old[1] != new[1] or old[0]() is not new[0]()
-        for old, new in zip(before, after, strict=True)
-    )
+    """Return True if any tensor is another one, or was written to."""
+    return len(before) != len(after) or not all(map(_is_unchanged, before, after))
+
+
+def _is_unchanged(before: Writes | None, after: Writes | None) -> bool:
+    if before is None or after is None:
+        return before is after
+    return before[1] == after[1] and before[0]() is after[0]()  # == of references compares the tensors' values

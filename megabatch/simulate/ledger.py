@@ -70,14 +70,23 @@ class Phase:
     idle_seconds: float = 0.0  # of a pipeline's rank that waits for the others
     sent: dict[Key, Sent] = field(default_factory=dict)
 
-    def repeated(self, num: float) -> "Phase":
-        """Return the phase with ``num`` times the work. Gradients are reduced as often as before."""
+    def repeated(self, num: float, *, gathers_once: bool = False) -> "Phase":
+        """Return the phase with ``num`` times the work. Gradients are reduced as often as before.
+
+        Args:
+            num: How often the phase runs; a mean may be a fraction.
+            gathers_once: Parameters are gathered as often as before, too.
+        """
+
+        def is_once(each: Sent) -> bool:
+            return each.reduces_gradients or (gathers_once and each.gathers_parameters)
+
         seconds = ("compute_seconds", "arithmetic_seconds", "host_seconds", "cpu_seconds", "copy_seconds",
                    "awaited_seconds")  # fmt: skip
         return replace(
             self,
             flops=round(num * self.flops),
-            sent={key: each if each.reduces_gradients else each.times_plus(num) for key, each in self.sent.items()},
+            sent={key: each if is_once(each) else each.times_plus(num) for key, each in self.sent.items()},
             **{name: num * getattr(self, name) for name in seconds},
         )
 

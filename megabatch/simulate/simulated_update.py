@@ -98,6 +98,12 @@ def read_phase(name: str) -> Action | None:
     return Action(next(kind for kind, each in WORDS.items() if each == word), int(stage), int(number) - 1)
 
 
+def _is_first_forward(name: str) -> bool:
+    """Return True for the phase of a stage's first microbatch."""
+    action = read_phase(name)
+    return action is not None and (action.kind, action.microbatch) == (FORWARD, 0)
+
+
 class Repetition(NamedTuple):
     """Microbatches of a pipeline's rank with one stage, of which a few were run and one stands for more of them."""
 
@@ -204,11 +210,16 @@ class Simulated:
     def in_schedule_steps(self, num_steps: float, bubbles: float) -> "Simulated":
         """Return an update of a pipeline in several schedule steps, of which this is the largest.
 
+        FSDP2 keeps what the last backward of a step gathers, so that the next step's first forward gathers nothing.
+
         Args:
-            num_steps: Microbatches of all steps, by those of this one.
-            bubbles: Waits of all steps, by that of this one.
+            num_steps: Microbatches of all steps, divided by those of this one.
+            bubbles: Idle time of all steps, divided by that of this one.
         """
-        phases = {name: phase if name == "step" else phase.repeated(num_steps) for name, phase in self.phases.items()}
+        phases = {
+            name: phase if name == "step" else phase.repeated(num_steps, gathers_once=_is_first_forward(name))
+            for name, phase in self.phases.items()
+        }
         bubble = replace(self.phases[BUBBLE], idle_seconds=bubbles * self.phases[BUBBLE].idle_seconds)
         num_microbatches = round(num_steps * self.num_microbatches)
         return replace(self, phases=phases | {BUBBLE: bubble}, num_microbatches=num_microbatches)

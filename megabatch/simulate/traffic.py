@@ -50,6 +50,11 @@ class Sent:
         """True for a reduction over data ranks."""
         return self.collective in REDUCTIONS and self.axis.startswith("dp")
 
+    @property
+    def gathers_parameters(self) -> bool:
+        """True for an all-gather over data ranks."""
+        return self.collective == "all_gather" and self.axis.startswith("dp")
+
     def __add__(self, other: "Sent") -> "Sent":
         return self.times_plus(1, other)
 

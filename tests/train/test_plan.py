@@ -84,6 +84,7 @@ max_sample_tokens = 64
 global_batch_size = 4
 micro_batch_size = 1
 """
+SILENT = Console(enabled=False, loss_digits=4)
 KEYS = {
     "micro_batch_size", "num_microbatches", "sync", "fits", "peak_bytes", "reserved_bytes", "wire_bytes", "seconds",
     "tokens_per_second",
@@ -135,7 +136,7 @@ def planned(recipe: Path, world: int = 1, **values: Any) -> list[PlanRow]:
 def subject(recipe: Path, world: int = 1, **values: Any) -> Simulator:
     asked = read_request(arguments(world, **values))
     config = load_config(recipe, list(asked.overrides))
-    return build_simulator(config, replace(asked, overrides=()), Console(enabled=False, loss_digits=4))
+    return build_simulator(config, replace(asked, overrides=()), SILENT)
 
 
 @pytest.mark.slow
@@ -362,9 +363,8 @@ def test_layouts_are_ranked_as_a_source_has_measured_them_in_a_plan(model: str, 
     whole = recipe_of(next(run for run in runs if run.tp == 1))
     update = whole.update.model_copy(update={"micro_batch_size": 4})
     own = whole.model.model_copy(update={"activation_checkpointing": True})
-    console = Console(enabled=False, loss_digits=4)
     with silence():
-        layouts, _ = build_layouts(whole.model_copy(update={"update": update, "model": own}), asked, console)
+        layouts, _ = build_layouts(whole.model_copy(update={"update": update, "model": own}), asked, SILENT)
         published = {run.tp for run in runs}
         layouts = [
             each
@@ -735,6 +735,33 @@ def test_deep_stages_that_are_cut_over_ranks_are_simulated_by_a_few_layers(recip
     assert few.sent_bytes == all_layers.sent_bytes
 
 
+def test_layouts_share_the_models_whose_sizes_are_counted(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.nn.Module] = []
+    monkeypatch.setattr(simulation, "bare_model", lambda *args: made.append(bare_model(*args)) or made[-1])
+    asked = read_request(["--layouts", *arguments(8, model__config__num_hidden_layers=4)])
+    with silence():
+        layouts, _ = build_layouts(load_config(recipe, list(asked.overrides)), asked, SILENT)
+    cuts = {(each.wrapper.name, each.config.parallel.pp) for each in layouts if each.ends}
+    assert len(layouts) > 2 * len(cuts)
+    assert len(made) == 1 + 2 * len(cuts)  # both ends of each
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_schedule_steps_gather_what_one_step_gathers(recipe: Path, reshard: bool) -> None:
+    """What the last backward of a step gathers stays for the next one."""
+    values = {"parallel__pp": 2, "parallel__wrapper": "fsdp2", "model__config__num_hidden_layers": 4}
+    what = subject(recipe, 4, **values, update__micro_batch_size=1, update__global_batch_size=12)
+    choice = next(each for each in what.grid.choices() if each.micro_batch_size == 1 and each.reshard == reshard)
+    choices = [replace(choice, num_microbatches=num) for num in (3, 6)]
+    choices.append(replace(choice, num_microbatches=6, num_together=3, bubbles=2.0))
+    found = [what.simulate(each) for each in choices]
+    few, whole, steps = ({each.collective: each.calls for each in one.sent if each.axis == "dp_shard"} for one in found)
+    assert steps == whole
+    assert (few["all_gather"] < whole["all_gather"]) == reshard
+    for each, one in zip(choices, found, strict=True):
+        assert what.estimate(each).sent_bytes == pytest.approx(one.sent_bytes, rel=1e-2)
+
+
 @pytest.mark.slow
 def test_an_update_in_two_schedule_steps_takes_as_long_as_both(recipe: Path) -> None:
     """And its memory is that of the larger one."""
@@ -1085,7 +1112,7 @@ def test_a_published_layout_keeps_the_embedding_whole_and_frees_the_root() -> No
     small = replace(RUNS[5], model="Llama 2 7B", micro_batch_size=1, length_tokens=512)
     request = PlanRequest(small.world, device_named("h200"), 2**40)
     with silence():
-        own = build_simulator(recipe_of(small), request, Console(enabled=False, loss_digits=4))
+        own = build_simulator(recipe_of(small), request, SILENT)
     own = replace(own, repeats=Repeats(1, 1, 0))
     choice = Choice(1, 2, "last", reshard=True, recompute=True, fused=True)
     with silence():

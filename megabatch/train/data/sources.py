@@ -49,7 +49,7 @@ MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """A place of rows, and their kind."""
+    """The files that hold rows, and their kind."""
 
     kind: Kind
     paths: tuple[str, ...]  # files in the order they are read; of saved and stdlib one folder, of hub the id

@@ -277,6 +277,7 @@ def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens:
     """Return the cost of a choice on a pipeline's first rank or its last: the larger memory, the longer time."""
     step = choice.largest_step
     first, last = (estimate_cost(step, each, length_tokens, device) for each in ends)
+    update = [estimate_cost(choice, each, length_tokens, device) for each in ends]
     sizes, share = ends[0], cast(PipelineShare, ends[0].pipeline)
     num, compute_seconds = step.num_microbatches, max(first.compute_seconds, last.compute_seconds)
     message_bytes = _boundary_bytes(choice, sizes, length_tokens)
@@ -290,9 +291,9 @@ def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens:
     more = choice.num_steps
     return Estimate(
         worst.peak_bytes,
-        worst.sent_bytes + choice.num_microbatches * message_bytes,
+        max(each.sent_bytes for each in update) + choice.num_microbatches * message_bytes,
         more * compute_seconds,
-        max(first.traffic_seconds, last.traffic_seconds),
+        max(each.traffic_seconds for each in update),
         more * max(first.awaited_seconds, last.awaited_seconds) + choice.bubbles * (bubble - alone) * compute_seconds,
         alone * choice.bubbles / more,
     )
@@ -337,7 +338,7 @@ def _key_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device)
 
 def _num_collectives(choice: Choice, sizes: ModelSizes) -> int:
     """Return the all-gathers and reduce-scatters of an update; the root is gathered once a microbatch."""
-    gathers = _count_gathered(choice, sizes.num_layers + 1, 1, 1)
+    gathers = _count_gathered(choice, sizes, sizes.num_layers + 1, 1, 1)
     return gathers + (sizes.num_layers + 1) * (1 if choice.sync == "last" else choice.num_microbatches)
 
 
@@ -386,11 +387,17 @@ def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
 
 def _num_gathered(choice: Choice, sizes: ModelSizes) -> int:
     """Return the parameters that FSDP2 gathers in an update."""
-    return _count_gathered(choice, sizes.num_parameters, sizes.num_root, sizes.num_unit)
+    return _count_gathered(choice, sizes, sizes.num_parameters, sizes.num_root, sizes.num_unit)
 
 
-def _count_gathered(choice: Choice, num_all: int, num_root: int, num_unit: int) -> int:
-    """Return how many of all elements are gathered in an update; the root's at most once a microbatch."""
+def _count_gathered(choice: Choice, sizes: ModelSizes, num_all: int, num_root: int, num_unit: int) -> int:
+    """Return how many of all elements are gathered in an update; the root's at most once a microbatch.
+
+    A pipeline keeps what a backward gathers until the next forward of the stage or, without reshard, until the update
+    ends.
+    """
+    if sizes.pipeline is not None:
+        return num_all + (choice.num_microbatches * (num_all - num_root) if choice.reshard else 0)
     times = choice.num_microbatches * (2 if choice.reshard else 1)
     if count := num_gathered_once(choice.sync):
         kept = min(num_all, num_root + (count - 1) * num_unit)
@@ -406,6 +413,6 @@ def _sent_bytes(choice: Choice, sizes: ModelSizes) -> int:
     if not sizes.is_sharded:
         return int(2 * across * T * sizes.reduce_bytes * reductions)
     gathers = _num_gathered(choice, sizes)
-    wider = _count_gathered(choice, T, sizes.num_trained_root, sizes.num_trained_unit) * sizes.wider_bytes
+    wider = _count_gathered(choice, sizes, T, sizes.num_trained_root, sizes.num_trained_unit) * sizes.wider_bytes
     within = inside * (gathers * sizes.compute_bytes + wider + T * reductions * sizes.reduce_bytes)
     return int(within + 2 * across * T / sizes.num_shards * sizes.reduce_bytes * (n if choice.sync == "every" else 1))

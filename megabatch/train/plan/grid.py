@@ -38,7 +38,7 @@ class Choice:
     fused: bool  # the optimizer; the same in all choices of a plan
     fill: float = 1.0  # mean tokens of a microbatch, by those of as many of the longest samples
     num_together: int = 0  # of a pipeline: microbatches of its largest schedule step; 0: all run together
-    bubbles: float = 1.0  # of a pipeline: waits of its schedule steps, by that of one step of mean microbatches
+    bubbles: float = 1.0  # of a pipeline: idle time of all its steps, divided by that of one step of mean microbatches
 
     @property
     def largest_step(self) -> "Choice":

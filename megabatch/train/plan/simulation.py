@@ -148,7 +148,7 @@ def bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
 
 
 class Outlines:
-    """Models of a recipe without memory, whole and cut into stages, to be measured. Layouts cut them alike."""
+    """Models of a recipe without memory, whole and cut into stages, whose sizes are counted. Layouts share them."""
 
     def __init__(self, config: Config, longest_tokens: int) -> None:
         self.whole = bare_model(config, longest_tokens)
@@ -268,7 +268,7 @@ class Simulator:
 
     def _simulate(self, choice: Choice, repeats: "Repeats | None", end: PipelineEnd | None = None) -> Simulated:
         """Simulate a rank: rank 0, or one at an end of a pipeline."""
-        if repeats is not None and choice.gathers_some:  # the root's parameters, and those of the first layers
+        if repeats is not None and choice.gathers_some:  # of the root and of the first layers, which so are unlike
             repeats = repeats.after(num_gathered_once(choice.sync) - 1)
         if repeats is not None:
             num_first, period, num_blocks = repeats

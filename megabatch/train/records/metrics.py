@@ -49,8 +49,7 @@ class Metrics(Callback):
         """Make the row, together with the columns that other callbacks have added. Collective."""
         context.row = self._row(context) | context.row
         if "skipped_samples" in context.row:  # of an update that was not finite
-            row = context.row.items()
-            context.row = {k: None if isinstance(each, float) and not math.isfinite(each) else each for k, each in row}
+            context.row = without_nan(context.row)
         self._file.append(context.row)
         context.console.update(context.row)
         num_samples = context.row["num_samples"] + context.row.get("skipped_samples", 0)
@@ -88,6 +87,11 @@ class Metrics(Callback):
             logger.close()
 
 
+def without_nan(row: Mapping[str, Any]) -> Row:
+    """Return a row with None for NaN and infinity, which a loss may be and JSON does not have."""
+    return {key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in row.items()}
+
+
 class MetricsFile(JsonlFile):
     """The rows of a run. A resumed run drops an evaluation out of turn: a run that never stopped would not have it."""
 
@@ -101,10 +105,7 @@ class MetricsFile(JsonlFile):
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
         if self.is_enabled:
-            # JSON has no NaN, which a loss may be.
-            row = {
-                key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in row.items()
-            }
+            row = without_nan(row)
             self.pending.append(f"{json.dumps(row)}\n")
             if self._loggers:
                 self._hidden.append(dict(row))

@@ -83,11 +83,17 @@ def dropped_and_own(gradient: GradientAccumulator, part: Any) -> None:
 
 
 def dropped_and_own_twice(gradient: GradientAccumulator, part: Any) -> None:
-    """As many writes as one backward makes to a gradient that is there."""
-    losses = [total_of(gradient) for _ in range(2)]
+    """New gradients with the writes that one backward makes to old ones, and the addresses of these."""
+    parameters = list(gradient.model.parameters())
+    dropped = [each.grad for each in parameters]
     gradient.model.zero_grad()
-    for loss in losses:
-        loss.backward()
+    for _ in range(2):
+        own(gradient, part)
+    others = [torch.empty(0) for _ in range(10_000)]  # so that no other place is free
+    for parameter in parameters:
+        address = id(dropped.pop(0))
+        assert id(parameter.grad) == address  # torch makes the object now, where the last one was freed
+    others.clear()
 
 
 def in_float16(gradient: GradientAccumulator, part: Any) -> None:
@@ -244,7 +250,7 @@ FAILURES = {
         "replaced in microbatch 1 of 2", lambda: loop(dropped_and_own), MegabatchError
     ),
     "zero_grad before two backwards in a loop of one's own": Failure(
-        "replaced in microbatch 1 of 2", lambda: loop(dropped_and_own_twice), MegabatchError
+        "replaced in microbatch 1 of 2", lambda: loop(in_turns(own, dropped_and_own_twice)), MegabatchError
     ),
     "a step in a loop of one's own": Failure(
         "parameters were written to in microbatch 1",
