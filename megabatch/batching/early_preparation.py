@@ -46,12 +46,13 @@ class EarlyPreparations:
 
 
 class BatchSnapshot(NamedTuple):
-    """The tensors of a batch in memory, their names and the number of writes to each."""
+    """The tensors of a batch in memory, their names, the number of writes to each, and where its values are."""
 
     sizes: list[int] | None  # tensors of each sample; None: the batch is a mapping
     names: list[str]
     tensors: list[Tensor]  # references keep them alive, so that their identity cannot be reused
-    writes: list[tuple[int, int]]  # their number, and where the values are
+    writes: list[int]
+    addresses: list[int]  # a list of its own: thousands of pairs would cost as much as the rest
 
     @classmethod
     def of(cls, batch: Batch) -> "BatchSnapshot | None":
@@ -59,19 +60,21 @@ class BatchSnapshot(NamedTuple):
         samples: Any = [batch] if isinstance(batch, Mapping) else batch
         if not isinstance(samples, list | tuple):
             return None
-        if any(type(each) is not dict for each in samples):  # a class of the user's may answer otherwise each time
-            return None
         try:
+            if not {dict}.issuperset(map(type, samples)):  # a class of the user's may answer otherwise each time
+                return None
             tensors: list[Tensor] = list(chain.from_iterable(map(dict.values, samples)))
-            writes = list(zip(map(count_writes, tensors), map(Tensor.data_ptr, tensors), strict=True))
-        except (AttributeError, RuntimeError, TypeError):  # no tensors, tensors of inference mode, no dicts
+            writes, addresses = list(map(count_writes, tensors)), list(map(Tensor.data_ptr, tensors))
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, tensors of inference mode, odd classes
             return None
         sizes = None if samples is not batch else list(map(len, samples))
-        return cls(sizes, list(chain.from_iterable(samples)), tensors, writes)
+        return cls(sizes, list(chain.from_iterable(samples)), tensors, writes, addresses)
 
     def same_as(self, other: "BatchSnapshot") -> bool:
         """Return True if both have the same tensors in the same order, and none was written to in between."""
-        same = self.sizes == other.sizes and self.names == other.names and self.writes == other.writes
+        same = (self.sizes, self.names, self.writes, self.addresses) == (
+            other.sizes, other.names, other.writes, other.addresses,
+        )  # fmt: skip
         return same and all(map(operator.is_, self.tensors, other.tensors))
 
 

@@ -114,6 +114,7 @@ class SchedulePlanner(MicrobatchPlanner):
 def _count_lengths(
     lengths: Sequence[int], micro_batch_size: int | None, max_microbatch_tokens: int | None, cost: CostModel | None
 ) -> RankLengths:
+    """Return the samples of a rank by their distinct lengths, with the limits of a microbatch."""
     distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
     return RankLengths(distinct.tolist(), counts.tolist(), micro_batch_size, max_microbatch_tokens, cost)
 

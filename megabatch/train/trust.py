@@ -22,7 +22,6 @@ from megabatch.train.config.keys import known_keys
 from megabatch.train.config.recipe import Layer, read_overrides, read_recipe
 from megabatch.train.config.sections import FUNCTION
 
-FLAG = "--trust"
 OURS = ("megabatch.losses", "megabatch.train.classification")  # whose functions take no command and no path to run
 SEAL = "# sealed by megabatch: "  # the last line of a run's recipe
 
@@ -38,7 +37,7 @@ def check_trust(path: Path, arguments: Sequence[str] = (), *, is_run: bool) -> N
     typed = dict(functions_of(read_overrides(list(arguments))))
     for key, name in functions_of(read_recipe(path)):
         if key not in typed and (reason := reason_to_ask(name.rpartition(":")[0], path, is_run=is_run)):
-            raise MegabatchError(f"{path} names {name!r} as {key}, {reason}; read it, and add {FLAG} to run it")
+            raise MegabatchError(f"{path} names {name!r} as {key}, {reason}; read it, and add --trust to run it")
 
 
 def functions_of(recipe: Layer) -> Iterator[tuple[str, str]]:

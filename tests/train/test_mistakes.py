@@ -128,6 +128,10 @@ MISTAKES = {  # command -> what it gets
 }
 
 
+LONG = "a" * 5000
+MISTAKES[f"train recipe.toml --data.text_field={LONG}"] = "only 'text', 'other'; set data.text_field"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
@@ -137,7 +141,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", MISTAKES)
+@pytest.mark.parametrize("words", MISTAKES, ids=lambda words: words.replace(LONG, "LONG"))
 def test_a_mistake_gets_one_line(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = words.split()
     status = front.run(arguments)
@@ -147,5 +151,6 @@ def test_a_mistake_gets_one_line(folder: Path, words: str, capfd: pytest.Capture
     assert err.startswith("megabatch: ")
     assert names(err, MISTAKES[words]), err
     assert err.count("\n") == 1
+    assert len(err) < 1500
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {path for path in written - {*FILES} if not path.startswith("cache/")} == set()

@@ -23,10 +23,11 @@ from transformers import (
 from megabatch import GradientAccumulator, MegabatchError
 from megabatch.simulate import device_named, extend
 from megabatch.train.autotune.device_file import device_toml
+from megabatch.train.cli.arguments import Plan, options_of
 from megabatch.train.config import Config, ModelConfig, ParallelConfig
 from megabatch.train.config.contradictions import check_config
 from megabatch.train.config.parallel_layout import layout_of
-from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
+from megabatch.train.config.recipe import load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import silence
 from megabatch.train.plan import simulation
@@ -855,12 +856,12 @@ def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, 
 
 def test_an_override_in_two_words_is_one() -> None:
     values, overrides = split_options(
-        ["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"], *PLAN_OPTIONS
+        ["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"], *options_of(Plan)
     )
     assert values == [("world", "4"), ("json", "")]
     assert overrides == ["--update.sync=last", "--optim.lr=1", "--data.streaming"]
     with pytest.raises(MegabatchError, match=r"^--layouts=4: --layouts takes no value"):
-        split_options(["--layouts=4"], *PLAN_OPTIONS)
+        split_options(["--layouts=4"], *options_of(Plan))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -180,6 +180,17 @@ ENDING = """
 RECIPE is a TOML file. Any key of it is overridden as --section.key=value; `megabatch train --help` explains the keys,
 `megabatch train RECIPE --help` shows them with the recipe's values. Several processes are started by torchrun:
 torchrun --nproc-per-node N -m megabatch train RECIPE"""
+
+
+def options_of(command: type) -> tuple[list[str], list[str]]:
+    """Return the names of a command's own options, of those with a value and of those without, as they are written."""
+    flags = [each for each in fields(command) if each.type == FlagCreatePairsOff[bool]]
+    named = [each for each in fields(command) if each not in flags and "Positional" not in str(each.type)]
+    return [_option(each.name) for each in named], [_option(each.name) for each in flags]
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def overview() -> str:

@@ -24,7 +24,7 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.front import answer
-from megabatch.train.cli.recipe_command import STEP_FLAG, is_published, read_config
+from megabatch.train.cli.recipe_command import is_published, read_config
 from megabatch.train.config import Config
 from megabatch.train.records.loggers import holds_the_end
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
@@ -64,7 +64,7 @@ def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     if not arguments:
         fail(rendezvous, f"megabatch: no command; {overview()}", FAILED)
     name, *rest = arguments
-    if name in ALONE and rendezvous.size > 1 and not (name == "verify" and STEP_FLAG in rest):
+    if name in ALONE and rendezvous.size > 1 and not (name == "verify" and "--step" in rest):
         raise MegabatchError(
             f"{name} runs in one process and was started in {rendezvous.size}; start it without torchrun"
         )
@@ -93,7 +93,7 @@ def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> N
     if name == "train":
         train(config, rendezvous)
     elif name == "verify":
-        verify(config, rendezvous, of_step=STEP_FLAG in arguments)
+        verify(config, rendezvous, of_step="--step" in arguments)
     else:
         from megabatch.train.plan.table import plan_recipe
 

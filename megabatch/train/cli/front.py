@@ -19,7 +19,7 @@ from megabatch.train.cli.arguments import (
     overview,
     read_arguments,
 )
-from megabatch.train.runtime.console import CRASHED, FAILED, INTERRUPTED, UNREAD, FailedError, drop_output
+from megabatch.train.runtime.console import CRASHED, FAILED, INTERRUPTED, UNREAD, FailedError, drop_output, failure_text
 
 
 def run(arguments: Sequence[str]) -> int | None:
@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int | None:
     except FailedError as failed:
         return failed.status
     except MegabatchError as error:
-        print(f"megabatch: {error}", file=sys.stderr)
+        print(failure_text(error), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(file=sys.stderr)

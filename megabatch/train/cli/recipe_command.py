@@ -6,13 +6,12 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_named
+from megabatch.train.cli.arguments import COMMANDS, options_of
 from megabatch.train.config import Config, SourceConfig
-from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
+from megabatch.train.config.recipe import load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths, near
-from megabatch.train.data.sources import KINDS, ending_of, place_of
-from megabatch.train.trust import FLAG, check_trust
-
-STEP_FLAG = "--step"  # of verify
+from megabatch.train.data.sources import KINDS, ending_of, find_files
+from megabatch.train.trust import check_trust
 
 
 def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> Config:
@@ -23,25 +22,24 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     """
     if not arguments or arguments[0].startswith("-"):
         raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipe.toml")
-    recipe, overrides = Path(arguments[0]), list(arguments[1:])
+    recipe = Path(arguments[0])
+    pairs, overrides = split_options(arguments[1:], *options_of(COMMANDS[name]))
+    options = dict(pairs)
     if recipe.is_file() and ending_of(recipe.name) in KINDS:
         raise MegabatchError(f"{recipe} is data, not a recipe; write a recipe for it: megabatch init --data {recipe}")
-    if name == "train" and any(word.partition("=")[0] == "--sweep" for word in overrides):
+    if "sweep" in options:
         raise MegabatchError("--sweep makes one run after the other; under torchrun start each run by itself")
-    is_run, is_trusted, path = recipe.is_dir(), FLAG in overrides, recipe_named(recipe)
-    overrides = [word for word in overrides if word != FLAG and (name, word) != ("verify", STEP_FLAG)]
-    if name == "plan":
-        overrides = split_options(overrides, *PLAN_OPTIONS)[1]
-    elif is_run:  # the folder may have been moved
+    is_run, path = recipe.is_dir(), recipe_named(recipe)
+    if is_run and name != "plan":  # the folder may have been moved
         overrides = [f"--run.folder={recipe}", "--run.resume=true", *overrides]
     config = load_config(path, overrides)
-    if not is_trusted:
+    if "trust" not in options:
         check_trust(path, overrides, is_run=is_run)
     if name == "plan":
         return config
     check_paths(config)
     for key, source in named_sources(config).items():
-        place_of(source, key)
+        find_files(source, key)
     folder = Path(config.run.folder)
     may_be_restarted = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun; `resume_if_restarted` finds out
     if name == "train" and is_new and not config.run.resume and not may_be_restarted and has_checkpoint(folder):

@@ -34,11 +34,6 @@ from megabatch.train.config.secrets import check_unmasked
 
 Layer = dict[str, Any]
 
-PLAN_OPTIONS = (  # with a value, without
-    ("world", "ranks-per-node", "memory", "device", "bandwidth", "length", "chart"),
-    ("layouts", "json", "trust"),
-)  # fmt: skip
-
 EXPECTED = {  # where pydantic's own words do not say what to write
     "optim.betas": "it must be two numbers of at least 0 and below 1, 0.9,0.95 say",
     "run.folder": "it must name a folder",

@@ -32,7 +32,7 @@ from megabatch.train.config import DataConfig, SourceConfig
 from megabatch.train.data import stdlib
 from megabatch.train.data.encode import Named, Sample, Skipped, Tokens, samples_of, sha256_of
 from megabatch.train.data.samples import View
-from megabatch.train.data.sources import expanded, hub_builder, place_of
+from megabatch.train.data.sources import expanded, find_files, hub_builder
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, sha256_of_file
 from megabatch.train.runtime.ranks import Ranks
@@ -111,16 +111,16 @@ def tokenize_once(
     """
     if tokenizer is None:
         raise MegabatchError(f"{key} is text, and the recipe has no tokenizer; set model.tokenizer")
-    request = CacheEntry(source, key, config, tokenizer)
-    ranks.on_main(lambda: put(request, console), str(request.folder))
+    entry = CacheEntry(source, key, config, tokenizer)
+    ranks.on_main(lambda: put(entry, console), str(entry.folder))
     checks = not ranks.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
-    problem = find_damage(request.folder) if checks else None
+    problem = find_damage(entry.folder) if checks else None
     if problem := ranks.first_problem(problem and f"a process on {platform.node()} does not find it ({problem})"):
         raise MegabatchError(
-            f"the main process has put the tokenized data of {key} into {request.folder}, and {problem}; set "
+            f"the main process has put the tokenized data of {key} into {entry.folder}, and {problem}; set "
             "data.cache to a folder that all processes share"
         )
-    samples = TokenizedSamples(request.folder)
+    samples = TokenizedSamples(entry.folder)
     for line in samples.skipped.words(key):
         console.say(line)
     return samples
@@ -169,38 +169,38 @@ def cache_folder(config: DataConfig) -> Path:
 
 def state_of(source: SourceConfig, key: str) -> list[Any]:
     """Return what changes when the rows do: of files their names, sizes and times."""
-    place = place_of(source, key)
-    if place.kind == "stdlib":
-        return [place.kind, *place.paths, platform.python_version(), stdlib.VERSION]
-    if place.kind == "hub":
-        return [place.kind, *place.paths, hub_builder(place.paths[0], source.subset, key).hash]
+    found = find_files(source, key)
+    if found.kind == "stdlib":
+        return [found.kind, *found.paths, platform.python_version(), stdlib.VERSION]
+    if found.kind == "hub":
+        return [found.kind, *found.paths, hub_builder(found.paths[0], source.subset, key).hash]
     try:
-        files = [(file.resolve(), file.stat()) for file in place.files()]
+        files = [(file.resolve(), file.stat()) for file in found.files()]
     except OSError as error:  # removed since it was found
         raise MegabatchError(
             f"cannot read {error.filename} ({error.strerror}); set {key}.path to what is there"
         ) from None
-    return [place.kind, *([str(file), state.st_size, state.st_mtime_ns // 1_000_000] for file, state in files)]
+    return [found.kind, *([str(file), state.st_size, state.st_mtime_ns // 1_000_000] for file, state in files)]
 
 
-def put(request: CacheEntry, console: Console) -> None:
+def put(entry: CacheEntry, console: Console) -> None:
     """Tokenize what the cache does not hold."""
-    folder, skipped = request.folder, Skipped()
+    folder, skipped = entry.folder, Skipped()
     if folder.exists() and find_damage(folder) is None:
         return
-    named = samples_of(request.source, request.key, request.config, request.tokenizer, skipped)
+    named = samples_of(entry.source, entry.key, entry.config, entry.tokenizer, skipped)
     unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.unfinished")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_left_over(folder, console)
         unfinished.mkdir()  # readable for as many as the user lets, who may share it
-        with console.progress(f"tokenizing {request.key}", request.source.max_samples, "rows") as advance:
+        with console.progress(f"tokenizing {entry.key}", entry.source.max_samples, "rows") as advance:
             try:
                 write_samples(unfinished, counted(named, advance), skipped)
             except MegabatchError:
-                request.check_unchanged()  # whatever else a change made of the rows
+                entry.check_unchanged()  # whatever else a change made of the rows
                 raise
-            request.check_unchanged()
+            entry.check_unchanged()
         give_name(unfinished, folder)
     except OSError as error:
         raise MegabatchError(

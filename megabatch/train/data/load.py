@@ -13,7 +13,7 @@ from megabatch.train.config import HELD_OUT, OWN, Config, SourceConfig
 from megabatch.train.data.custom_dataset import TRAIN, Repeatable, own_samples
 from megabatch.train.data.encode import Tokens
 from megabatch.train.data.samples import Joined, Mixture, PackedSamples, Subset, View, counts_of, split_off
-from megabatch.train.data.sources import place_of
+from megabatch.train.data.sources import find_files
 from megabatch.train.data.stream import Stream, check_fit
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
@@ -207,7 +207,7 @@ def source_identity(source: SourceConfig, key: str) -> dict[str, object]:
     """Return a stream's source as JSON: its settings, the names of its files without their folders, and their sizes."""
     paths = [source.path] if isinstance(source.path, str) else source.path or []
     settings = source.model_dump(mode="json", include={*SourceConfig.model_fields} - {"path"})
-    sizes = [path.stat().st_size for path in place_of(source, key).files()]
+    sizes = [path.stat().st_size for path in find_files(source, key).files()]
     return {**settings, "path": [Path(path).name for path in paths], "sizes_bytes": sizes}
 
 

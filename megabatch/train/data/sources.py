@@ -91,20 +91,20 @@ def rows_of(source: SourceConfig, key: str) -> Rows:
 
     Raises `MegabatchError` at once where the source is not there.
     """
-    place = place_of(source, key)
-    if place.kind == "stdlib":
-        functions = stdlib_functions(Path(place.paths[0]))
+    files = find_files(source, key)
+    if files.kind == "stdlib":
+        functions = stdlib_functions(Path(files.paths[0]))
         rows: Rows = (Row(each.name, {"prompt": each.prompt, "response": each.response}) for each in functions)
-    elif place.kind == "saved":
-        rows = numbered(place.paths[0], saved_rows(place.paths[0], source.split, key))
-    elif place.kind == "hub":
-        rows = numbered(place.paths[0], hub_rows(place.paths[0], source, key))
+    elif files.kind == "saved":
+        rows = numbered(files.paths[0], saved_rows(files.paths[0], source.split, key))
+    elif files.kind == "hub":
+        rows = numbered(files.paths[0], hub_rows(files.paths[0], source, key))
     else:
-        rows = chain.from_iterable(file_rows(place.kind, path, key) for path in place.paths)
+        rows = chain.from_iterable(file_rows(files.kind, path, key) for path in files.paths)
     return islice(rows, source.max_samples)
 
 
-def place_of(source: SourceConfig, key: str) -> SourceFiles:
+def find_files(source: SourceConfig, key: str) -> SourceFiles:
     """Return what ``source`` names, seen to exist unless it is on the hub. ``key`` is its table in the recipe."""
     names = [source.path] if isinstance(source.path, str) else source.path or []
     if source.source == "stdlib":
@@ -112,31 +112,31 @@ def place_of(source: SourceConfig, key: str) -> SourceFiles:
             raise MegabatchError(
                 f'{key}.source is "stdlib", which has no path, and {key}.path is {source.path!r}; leave one of them out'
             )
-        places = [SourceFiles("stdlib", (str(stdlib_root()),))]
+        found = [SourceFiles("stdlib", (str(stdlib_root()),))]
     else:
-        places = [place_named(name, source.source, key) for name in names if name]
-    if len(places) < max(1, len(names)):
+        found = [files_named(name, source.source, key) for name in names if name]
+    if len(found) < max(1, len(names)):
         raise MegabatchError(
             f"{key}.path names nothing; set it to a file, a glob, a list of them, a folder that save_to_disk has "
             f'written or a hub id, or set {key}.source to "stdlib"'
         )
-    kinds: list[Kind] = sorted({place.kind for place in places})
+    kinds: list[Kind] = sorted({files.kind for files in found})
     kind = kinds[0]
     if len(kinds) > 1:
         raise MegabatchError(
             f"{key}.path names {' and '.join(kinds)} together; give each kind its own table, [data.mixture.<name>]"
         )
-    if kind in ("saved", "hub") and len(places) > 1:
+    if kind in ("saved", "hub") and len(found) > 1:
         raise MegabatchError(
-            f"{key}.path names {len(places)} places, and a saved data set or a hub id stands alone; give each its own "
+            f"{key}.path names {len(found)} places, and a saved data set or a hub id stands alone; give each its own "
             "table, [data.mixture.<name>]"
         )
     if kind not in ("saved", "hub") and (source.split != "train" or source.subset is not None):
         raise MegabatchError(f"{key}.split or {key}.subset is set, and {key}.path is {kind}, which has none; remove it")
-    return SourceFiles(kind, tuple(path for place in places for path in place.paths))
+    return SourceFiles(kind, tuple(path for files in found for path in files.paths))
 
 
-def place_named(name: str, asked: Kind | None, key: str) -> SourceFiles:
+def files_named(name: str, asked: Kind | None, key: str) -> SourceFiles:
     """Return what one name of ``path`` stands for."""
     if asked == "hub":
         return SourceFiles("hub", (name,))

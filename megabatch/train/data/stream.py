@@ -56,12 +56,12 @@ class StreamPosition:
     source: int | None = None  # one after another: whose turn it is; by weights: whose end is an epoch's, once known
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` makes a place of."""
+        """Return the state of which `from_json` makes this position."""
         return {**asdict(self), "offsets": list(self.offsets)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "StreamPosition":
-        """Return the place that a state has, beside other things."""
+        """Return the position of a state, which may hold more."""
         return cls(tuple(state["offsets"]), *(state[key] for key in ("epoch", "window", "consumed", "source")))
 
 
@@ -128,11 +128,11 @@ class Stream:
             found += first[:-1]
         return [piece for named in found for piece in pack([named], self.config.data.pack_tokens)]
 
-    def updates(self, place: StreamPosition, seen: Consumed) -> Iterator[StreamUpdate]:
-        """Yield every update from a place on, before which so much was handed out."""
+    def updates(self, position: StreamPosition, seen: Consumed) -> Iterator[StreamUpdate]:
+        """Yield every update from a position on. ``seen`` is what was handed out before."""
         sizes, tail = sizes_of(self.config.update), self.config.update.tail
         size, samples = sizes(seen), list[Named]()
-        for start, window, after, skipped in self._windows(place):
+        for start, window, after, skipped in self._windows(position):
             for number in range(start.consumed, len(window)):
                 samples.append(window[number])
                 if len(samples) == size:
@@ -148,36 +148,40 @@ class Stream:
                     yield StreamUpdate(samples, after, seen, skipped)
                 samples, size = [], sizes(seen)
 
-    def _windows(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, list[Named], StreamPosition, Skipped]]:
-        """Yield every window up to the end of the last epoch: its place, its samples, the next one's place."""
-        passes, config = Passes(self, place.offsets), self.config
-        while place.epoch < config.run.max_epochs:
+    def _windows(
+        self, position: StreamPosition
+    ) -> Iterator[tuple[StreamPosition, list[Named], StreamPosition, Skipped]]:
+        """Yield every window up to the end of the last epoch: its position, its samples, the next one's position."""
+        passes, config = Passes(self, position.offsets), self.config
+        while position.epoch < config.run.max_epochs:
             read = self._by_weight if self._is_drawn else self._in_turn
-            named, source, is_end = read(passes, place)
+            named, source, is_end = read(passes, position)
             rows = pack(named, config.data.pack_tokens)
             for name, row in rows:
                 check_fit(name, len(row["input_ids"]), config, self.positions)
-            shuffled = [rows[index] for index in self._random(place, SHUFFLE).permutation(len(rows))]
-            epoch, window = (place.epoch + 1, 0) if is_end else (place.epoch, place.window + 1)
+            shuffled = [rows[index] for index in self._random(position, SHUFFLE).permutation(len(rows))]
+            epoch, window = (position.epoch + 1, 0) if is_end else (position.epoch, position.window + 1)
             after = StreamPosition(tuple(passes.offsets), epoch, window, 0, source)
-            yield place, shuffled, after, passes.skipped()
-            place = after
+            yield position, shuffled, after, passes.skipped()
+            position = after
 
-    def _in_turn(self, passes: "Passes", place: StreamPosition) -> tuple[list[Named], int, bool]:
+    def _in_turn(self, passes: "Passes", position: StreamPosition) -> tuple[list[Named], int, bool]:
         """Return the next samples, the source of the last one, and whether the last source has ended."""
         named: list[Named] = []
-        for source in range(place.source or 0, len(self)):
+        for source in range(position.source or 0, len(self)):
             while (found := passes.next(source)) is not None:
                 named.append(found)
                 if len(named) == self.config.data.shuffle_window:
                     return named, source, False
         return named, 0, True
 
-    def _by_weight(self, passes: "Passes", place: StreamPosition) -> tuple[list[Named], int | None, bool]:
+    def _by_weight(self, passes: "Passes", position: StreamPosition) -> tuple[list[Named], int | None, bool]:
         """Return the next samples, the source whose end is the epoch's, if known, and whether it has ended."""
-        named, ending = list[Named](), place.source
+        named, ending = list[Named](), position.source
         for source in (
-            self._random(place, DRAW).choice(len(self), size=self.config.data.shuffle_window, p=self._shares).tolist()
+            self._random(position, DRAW)
+            .choice(len(self), size=self.config.data.shuffle_window, p=self._shares)
+            .tolist()
         ):
             found = passes.next(source)
             if found is None and ending in (None, source):
@@ -188,8 +192,8 @@ class Stream:
             named.append(found)
         return named, ending, False
 
-    def _random(self, place: StreamPosition, purpose: int) -> np.random.Generator:
-        return np.random.default_rng([self.config.run.seed, place.epoch, place.window, purpose])
+    def _random(self, position: StreamPosition, purpose: int) -> np.random.Generator:
+        return np.random.default_rng([self.config.run.seed, position.epoch, position.window, purpose])
 
     def _read(self, source: int, skipped: Skipped) -> Iterator[Named]:
         """Return the samples of a source from the first on, those held out too."""

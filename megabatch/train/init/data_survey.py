@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
-from megabatch.train.data.sources import BrokenRowError, Row, SourceFiles, place_of, rows_of
+from megabatch.train.data.sources import BrokenRowError, Row, SourceFiles, find_files, rows_of
 
 CHATS = ("messages", "conversation", "conversations", "chat")
 PAIRS = (
@@ -68,15 +68,15 @@ def survey(path: str, task: str | None, advance: Callable[[int], None]) -> Surve
         task: "language", "classification", or None: by the fields of the first row.
         advance: Called with a number of rows that were read.
     """
-    place = place_of(SourceConfig(path=path), "data")
-    rows = rows_of(SourceConfig.model_validate(source_keys(path, place)), "data")  # as the recipe will name it
+    files = find_files(SourceConfig(path=path), "data")
+    rows = rows_of(SourceConfig.model_validate(source_keys(path, files)), "data")  # as the recipe will name it
     found, measure, num_broken, first_broken = None, None, 0, ""
     while chunk := list(islice(rows, ROWS_AT_ONCE)):
         advance(len(chunk))
         for row in chunk:
             if found is None and isinstance(row, Row):
                 keys = field_keys(row, task)
-                found = Survey({**source_keys(path, place), **keys})
+                found = Survey({**source_keys(path, files), **keys})
                 found.max_labels = MAX_LABELS if task is None else sys.maxsize
                 found.unread = [name for name in row.fields if name not in keys.values()]
                 measure = measure_of(keys)
@@ -95,13 +95,13 @@ def survey(path: str, task: str | None, advance: Callable[[int], None]) -> Surve
     return found
 
 
-def source_keys(path: str, place: SourceFiles) -> dict[str, str]:
+def source_keys(path: str, files: SourceFiles) -> dict[str, str]:
     """Return the path, and the kind where a line is a document though the ending says that a file is one, or inversely.
 
     A folder of many texts has a document a file. Of few no file could be held out, so that lines are the documents.
     """
-    is_many = len(place.paths) >= FEW_FILES
-    kind = {"text": "documents" if is_many else None, "documents": None if is_many else "text"}.get(place.kind)
+    is_many = len(files.paths) >= FEW_FILES
+    kind = {"text": "documents" if is_many else None, "documents": None if is_many else "text"}.get(files.kind)
     return {"path": path} if kind is None else {"path": path, "source": kind}
 
 

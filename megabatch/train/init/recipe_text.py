@@ -9,7 +9,7 @@ import tomli_w
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
-from megabatch.train.data.sources import HUB_ID, expanded, place_of
+from megabatch.train.data.sources import HUB_ID, expanded, find_files
 from megabatch.train.init.data_survey import MAX_SAMPLE_TOKENS, NUM_HELD_OUT, Size, Survey, size_of, survey
 from megabatch.train.init.hardware import Hardware, read_hardware, seen_hardware
 from megabatch.train.runtime.console import Console
@@ -121,7 +121,7 @@ def look(data: str, task: str | None) -> Survey:
     """Read the data where they are here; of the hub and of the standard library only the name is known."""
     if data == "stdlib":
         return Survey({"source": data})
-    if place_of(SourceConfig(path=data), "data").kind == "hub":
+    if find_files(SourceConfig(path=data), "data").kind == "hub":
         return Survey({"path": data})
     with Console(enabled=True, loss_digits=4).progress(f"reading {data}", None, "rows") as advance:
         return survey(data, task, advance)

@@ -95,12 +95,12 @@ class Choice:
 
 
 class Split(NamedTuple):
-    """The microbatches of an update, on average, as `Choice` has them."""
+    """The microbatches into which a rank splits an update, on average over a few updates."""
 
     num_microbatches: int
-    fill: float = 1.0
-    num_together: int = 0
-    bubbles: float = 1.0
+    fill: float = 1.0  # mean tokens of a microbatch, by those of as many of the longest samples
+    num_together: int = 0  # of a pipeline: microbatches of its largest schedule step; 0: all run together
+    bubbles: float = 1.0  # of a pipeline: idle time of all its steps, divided by that of one step of mean microbatches
 
 
 @dataclass(frozen=True)

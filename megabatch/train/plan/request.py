@@ -8,10 +8,9 @@ from pathlib import Path
 from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, device_named
 from megabatch.train.autotune.device_file import read_device
+from megabatch.train.cli.arguments import Plan, options_of
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
-from megabatch.train.config.recipe import PLAN_OPTIONS, split_options
-
-DEFAULT_DEVICE = "a100-80g"
+from megabatch.train.config.recipe import split_options
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class PlanRequest:
 
 def read_request(arguments: Sequence[str]) -> PlanRequest:
     """Parse the arguments after the recipe. Raises `MegabatchError` for a value that cannot be."""
-    pairs, overrides = split_options(arguments, *PLAN_OPTIONS)
+    pairs, overrides = split_options(arguments, *options_of(Plan))
     values = dict(pairs)
-    device = _read_device(values.get("device", DEFAULT_DEVICE))
+    device = _read_device(values.get("device", Plan.device))
     if "bandwidth" in values:
         rate = read_rate("--bandwidth", values["bandwidth"])
         network = min(device.network_bytes_per_second, rate)

@@ -33,8 +33,15 @@ from megabatch.train.runtime.files import DISK_FULL, RetryingAppender
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
 SECONDS_TO_SHOW = 2.0  # what is over sooner is not worth a line
 SECONDS_BETWEEN_LINES = 5.0
+MOST_CHARACTERS = 1200  # of a failure's line
 MOST_LINES = 100  # of updates in a run, in the log and where there is no terminal
 SECONDS_BETWEEN_WRITES = 0.25  # of the log, and of the bar: lines of faster updates wait for each other
+
+
+def failure_text(error: BaseException) -> str:
+    """Return the line of a failure. A value of thousands of characters in it loses those in the middle."""
+    text, half = f"megabatch: {error}", MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 class FailedError(Exception):

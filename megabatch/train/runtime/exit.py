@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.console import CRASHED, FAILED, UNREAD, FailedError, drop_output
+from megabatch.train.runtime.console import CRASHED, FAILED, UNREAD, FailedError, drop_output, failure_text
 from megabatch.train.runtime.files import DISK_FULL
 from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
@@ -53,7 +53,7 @@ def exit_together() -> Generator[Rendezvous, None, None]:
     try:
         rendezvous = find_ranks()
     except MegabatchError as error:
-        fail(Rendezvous(), f"megabatch: {error}", FAILED)
+        fail(Rendezvous(), failure_text(error), FAILED)
     ended = threading.Event()
     if rendezvous.store is not None:
         threading.Thread(target=_leave_with_others, args=(rendezvous.store, ended), daemon=True).start()
@@ -64,7 +64,7 @@ def exit_together() -> Generator[Rendezvous, None, None]:
     except FailedError:
         raise
     except MegabatchError as error:
-        fail(rendezvous, f"megabatch: {error}", CRASHED if isinstance(error, CrashedError) else FAILED)
+        fail(rendezvous, failure_text(error), CRASHED if isinstance(error, CrashedError) else FAILED)
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, StoppedError) else int(signal.SIGINT)
         fail(rendezvous, interruption_text(number), 128 + number)
