@@ -104,8 +104,9 @@ count_writes: Callable[[Tensor], int] = operator.attrgetter("_version")  # in pl
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """``torch._foreach_mul_``: multiply tensors of one kind in place, in one pass."""
-    cast(Any, torch)._foreach_mul_(tensors, factor)
+    """``torch._foreach_mul_``: multiply tensors of one kind in place, in one pass. Of DTensors, the local ones."""
+    # DTensor would find out anew how each list of other tensors is sharded.
+    cast(Any, torch)._foreach_mul_([local_tensor(each) if is_dtensor(each) else each for each in tensors], factor)
 
 
 # Hooks on a parameter's gradient, and its own attributes; asked of every parameter in every call.

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from megabatch.simulate.compiled_layers import compile_layers as compile_layers
     from megabatch.simulate.devices import DEVICES as DEVICES
     from megabatch.simulate.devices import Device as Device
+    from megabatch.simulate.devices import busy_seconds as busy_seconds
     from megabatch.simulate.devices import device_named as device_named
     from megabatch.simulate.ledger import CATEGORIES as CATEGORIES
     from megabatch.simulate.ledger import Moment as Moment
@@ -32,6 +33,7 @@ else:
         "QuantizedAdam": "quantized",
         "Replica": "replica",
         "Simulated": "simulated_update",
+        "busy_seconds": "devices",
         "compile_layers": "compiled_layers",
         "device_named": "devices",
         "extend": "repeated_layers",

@@ -29,6 +29,9 @@ MIB, GIB, GIGA, TERA = 2**20, 2**30, 10**9, 10**12
 LINK_SHARE = 0.8  # of the printed rate; NCCL's ring on eight A100 moves 235 of 300 GB/s
 START_SECONDS = 14e-6  # of a collective
 LINK_SECONDS, NETWORK_SECONDS = 1.9e-6, 4e-6  # of a message from rank to rank, inside of a node and between nodes
+# Of the time of a collective, lost to computing beside it, which takes 1.189 times as long: the mean that
+# arXiv:2507.03114 measured on A100, H100, MI210 and MI250.
+CONTENTION = 1 - 1 / 1.189
 MARGIN = 1 / 8  # of reserved memory: published runs with bfloat16 states held up to 1.11 times what is replayed
 LAUNCH_SECONDS = 6e-6  # of an operation that torch runs eagerly, on the host
 
@@ -125,6 +128,11 @@ class _Host(TypedDict):
 def _host(pcie: float, memory: float) -> _Host:
     """Return the usable rates of PCIe and of a rank's part of the host's memory, from printed gigabytes per second."""
     return {"pcie_bytes_per_second": _link(pcie), "host_bytes_per_second": _link(memory)}
+
+
+def busy_seconds(compute_seconds: float, host_seconds: float, collective_seconds: float) -> float:
+    """Return the seconds of computing, of the launches of its host, and of the collectives beside it."""
+    return max(compute_seconds + CONTENTION * collective_seconds, host_seconds, collective_seconds)
 
 
 _A100, _H100 = _rates(312, 19.5, 19.5), _rates(989, 67, 67)

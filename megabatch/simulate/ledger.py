@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megabatch.simulate.allocator import ROUND_BYTES, Event
-from megabatch.simulate.devices import DEVICES, Device, cost_of, tensors_in
+from megabatch.simulate.devices import CONTENTION, DEVICES, Device, busy_seconds, cost_of, tensors_in
 from megabatch.simulate.traffic import SEND, Collective, Key, Sent, count_traffic, parse_collective
 from megabatch.torch_private import (
     WAIT,
@@ -103,9 +103,8 @@ class Phase:
     @property
     def seconds(self) -> float:
         """Seconds of the phase; traffic overlaps with computing, except for what computing waits for."""
-        computing = max(self.fill * self.compute_seconds, self.host_seconds)
-        busy = max(computing, self.overlapped_seconds, self.copy_seconds)
-        return busy + self.fill * self.awaited_seconds + self.idle_seconds
+        busy = busy_seconds(self.fill * self.compute_seconds, self.host_seconds, self.overlapped_seconds)
+        return max(busy, self.copy_seconds) + self.fill * self.awaited_seconds + self.idle_seconds
 
     @property
     def overlapped_seconds(self) -> float:
@@ -118,7 +117,7 @@ class Phase:
         """The limit of the speed: "compute", "memory bandwidth", "launches", "host", "PCIe", "traffic" or "bubble"."""
         if self.idle_seconds > self.seconds - self.idle_seconds:
             return "bubble"
-        computing = self.fill * self.compute_seconds
+        computing = self.fill * self.compute_seconds + CONTENTION * self.overlapped_seconds
         traffic_seconds = self.overlapped_seconds + self.fill * self.awaited_seconds
         if self.copy_seconds > max(computing, self.host_seconds, traffic_seconds):
             return "PCIe"

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megabatch import losses
 from megabatch.optim import LowBits, low_bits
-from megabatch.simulate import DEVICES, Replica, Simulated, simulate
+from megabatch.simulate import DEVICES, Replica, Simulated, busy_seconds, simulate
 from megabatch.simulate.fake_cluster import fake_mesh
 from tests.comm import jobs
 from tests.comm.counting import Collectives
@@ -163,10 +163,26 @@ def test_what_bounds_an_update(slow: dict[str, Any], bound: str) -> None:
     assert found.seconds == pytest.approx(parts.get(bound, found.compute_seconds), rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("computing", "host", "collectives", "busy"),
+    [
+        (5.0, 0.0, 0.0, 5.0),
+        (1.0, 0.0, 1.189, 1.189),  # all of it beside collectives
+        (5.0, 0.0, 1.189, 4.0 + 1.189),
+        (1.0, 0.0, 7.0, 7.0),
+        (1.0, 6.0, 1.189, 6.0),  # launches are the host's
+    ],
+)
+def test_computing_is_slower_beside_a_collective(
+    computing: float, host: float, collectives: float, busy: float
+) -> None:
+    assert busy_seconds(computing, host, collectives) == pytest.approx(busy)
+
+
 def test_computing_waits_for_the_collectives_of_a_layer_and_not_for_those_of_parameters() -> None:
     sharded = predicted(TOY).phases["forward 1"]
     assert sharded.traffic_seconds > 0 == sharded.awaited_seconds
-    assert sharded.seconds == max(sharded.compute_seconds, sharded.traffic_seconds)
+    assert sharded.seconds == busy_seconds(sharded.compute_seconds, 0.0, sharded.traffic_seconds)
 
     def in_rows(mesh: DeviceMesh) -> nn.Module:
         with torch.device("meta"):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from megabatch.optim import LowBits, split_parameters
 from megabatch.pipeline import count_held, estimate_bubble
 from megabatch.planning import num_gathered_once
-from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, QuantizedAdam, message_seconds
+from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, QuantizedAdam, busy_seconds, message_seconds
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.optimizer import build_optimizer, groups_of
@@ -130,7 +130,8 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Seconds of an update."""
-        return (1 + self.bubble) * max(self.compute_seconds, self.traffic_seconds) + self.awaited_seconds
+        busy = busy_seconds(self.compute_seconds, 0.0, self.traffic_seconds)
+        return (1 + self.bubble) * busy + self.awaited_seconds
 
     @property
     def bound(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.simulate import Device, Moment, Simulated
+from megabatch.simulate import Device, Moment, Simulated, busy_seconds
 from megabatch.train.config import ParallelConfig
 from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.model.architecture import silence
@@ -337,7 +337,7 @@ class _Search:
         traffic = mine.traffic_seconds * (_ratio(work.traffic, other.traffic_seconds) if is_alike else 1)
         awaited = mine.awaited_seconds * (_ratio(work.awaited, other.awaited_seconds) if is_alike else 1)
         bubble = mine.bubble * (_ratio(work.bubble, other.bubble) if is_alike else 1)
-        busy = max(compute + work.compute_of_step, host + work.host_of_step, traffic)
+        busy = busy_seconds(compute + work.compute_of_step, host + work.host_of_step, traffic)
         return busy * (1 + bubble) + awaited + work.cpu_of_step
 
     def _margined_bytes(self, candidate: _Candidate, near: _Candidate) -> int:
