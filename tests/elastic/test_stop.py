@@ -65,10 +65,11 @@ def test_a_second_signal_ends_a_run_at_once(bench: Bench, own: Path, number: sig
     disturb(bench, place="after", step=2, signals=[number, number], seconds=1.5)
     (end,) = bench.finish(run__after_update=f"{own}:after_update")
     assert end.status == 128 + number
-    assert end.err == (
+    assert end.err.splitlines() == [
+        f"megabatch: {number.name}: the run stops after this update; again ends it now",
         f"megabatch: ended by {number.name}; `megabatch train RUN_FOLDER` resumes from the last checkpoint, or begins "
-        "again\n"
-    )
+        "again",
+    ]
     assert not (bench.folder / "checkpoints").exists()
 
 

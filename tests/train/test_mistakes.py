@@ -118,6 +118,8 @@ MISTAKES = {  # command -> what it gets
     "train recipe.toml --run.init_from=runs/dome": "'runs/dome', which holds no checkpoint (runs/done comes nearest)",
     "train recipe.toml --run.device=cuda": "cuda",
     "train recipe.toml --tracking.trackers=mlflow": "which is not installed; pip install",
+    "plan recipe.toml --layout": "unknown option --layout; the nearest one is --layouts",
+    "plan recipe.toml --worlds=2": "unknown option --worlds; the nearest one is --world",
     "plan recipe.toml --world many": "--world is 'many'; it must be a whole number of at least 1",
     # the other commands
     "init new.toml --data chat.csv": "'chat.csv', and there is no such file (chats.csv comes nearest)",

@@ -856,9 +856,10 @@ def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, 
 
 def test_an_override_in_two_words_is_one() -> None:
     values, overrides = split_options(
-        ["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"], *options_of(Plan)
+        ["--update.sync", "last", "--ranks_per_node=2", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"],
+        *options_of(Plan),
     )
-    assert values == [("world", "4"), ("json", "")]
+    assert values == [("ranks-per-node", "2"), ("world", "4"), ("json", "")]
     assert overrides == ["--update.sync=last", "--optim.lr=1", "--data.streaming"]
     with pytest.raises(MegabatchError, match=r"^--layouts=4: --layouts takes no value"):
         split_options(["--layouts=4"], *options_of(Plan))
@@ -894,6 +895,7 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (["--bandwidth", "fast"], "--bandwidth is 'fast'; write bytes or bits per second with their unit, 235GB/s say"),
         (["--device", "abacus"], "the device 'abacus' is not known; name one of "),
         (["--device", "none.toml"], "the device file none.toml cannot be read ("),
+        (["--length=64", "--update.max_microbatch_tokens=50"], "update.max_microbatch_tokens is 50 and the longest"),
         (["--length", "1"], "--length is '1'; it must be a whole number of at least 2"),
         (["--length", "512"], "a sample has 512 tokens and the model 256 positions; raise the positions"),
         (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),

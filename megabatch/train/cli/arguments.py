@@ -69,7 +69,7 @@ class Plan(Recipe):
     length: int | None = None
     """Tokens of the longest sample. None: data.pack_tokens, data.max_sample_tokens, or the data are read."""
     layouts: FlagCreatePairsOff[bool] = False
-    """Compare the layouts of the processes, whatever [parallel] has: FSDP2, HSDP, copies, each with tp too."""
+    """Compare the layouts of the processes, whatever [parallel] has: FSDP2, HSDP, copies, with tp, cp and pp too."""
     json: FlagCreatePairsOff[bool] = False
     """Print every choice, as a list of objects."""
     chart: Path | None = None

@@ -8,6 +8,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_named
 from megabatch.train.cli.arguments import COMMANDS, options_of
 from megabatch.train.config import Config, SourceConfig
+from megabatch.train.config.keys import nearest
 from megabatch.train.config.recipe import load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths, near
 from megabatch.train.data.sources import KINDS, ending_of, find_files
@@ -25,6 +26,7 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     recipe = Path(arguments[0])
     pairs, overrides = split_options(arguments[1:], *options_of(COMMANDS[name]))
     options = dict(pairs)
+    check_options(name, overrides)
     if recipe.is_file() and ending_of(recipe.name) in KINDS:
         raise MegabatchError(f"{recipe} is data, not a recipe; write a recipe for it: megabatch init --data {recipe}")
     if "sweep" in options:
@@ -50,6 +52,15 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
             f"run.init_from is {start!r}, which holds no checkpoint{near(Path(start))}; name the folder of a run"
         )
     return config
+
+
+def check_options(name: str, overrides: Sequence[str]) -> None:
+    """Raise for a word that is nearly an option of the command; every key of a recipe has a dot."""
+    known = [option for options in options_of(COMMANDS[name]) for option in options]
+    for word in overrides:
+        option = word.removeprefix("--").partition("=")[0]
+        if "." not in option and (found := nearest(option, known)) is not None:
+            raise MegabatchError(f"unknown option --{option}; the nearest one is --{found}")
 
 
 def is_published(name: str, arguments: Sequence[str]) -> bool:

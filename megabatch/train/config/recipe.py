@@ -125,6 +125,7 @@ def split_options(
     while rest:
         argument = rest.pop(0)
         name, given, text = argument.removeprefix("--").partition("=")
+        name = name.replace("_", "-") if name.replace("_", "-") in options else name
         follows = not given and bool(rest) and not rest[0].startswith("--")
         if argument.startswith("--") and name in flags:
             if given:

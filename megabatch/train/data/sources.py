@@ -156,8 +156,9 @@ def files_named(name: str, asked: Kind | None, key: str) -> SourceFiles:
     if not paths and asked is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
         return SourceFiles("hub", (name,))
     if not paths:
+        where = "" if Path(name).is_absolute() else f": relative to {Path.cwd()}, not to the recipe"
         raise MegabatchError(
-            f"{key}.path is {name!r}, and there is no such file{near(path)}; set it to what is to be read"
+            f"{key}.path is {name!r}, and there is no such file{near(path)}; set it to what is to be read{where}"
         )
     kinds: list[Kind] = [asked or kind_of(each, key) for each in paths]
     for each, kind in zip(paths, kinds, strict=True):

@@ -100,6 +100,12 @@ def build_simulator(
     layout = layout_of(config.parallel, request.world)
     check_planned(config)
     sample = sample or find_longest_sample(config, request.length_tokens, console)
+    cap = config.update.max_microbatch_tokens
+    if "update.max_microbatch_tokens" in request.stated_keys and isinstance(cap, int) and cap < sample.length_tokens:
+        raise MegabatchError(
+            f"update.max_microbatch_tokens is {cap} and the longest sample has {sample.length_tokens} tokens "
+            f"({sample.source}); raise it, or leave it out"
+        )
     outlines = outlines or Outlines(config, sample.length_tokens)
     model = outlines.whole
     if layout.cp > 1:

@@ -213,12 +213,13 @@ def _why_not(row: PlanRow, best: PlanRow) -> str:
     if row.fits != best.fits:
         return row.why
     slower = row.seconds / best.seconds - 1
-    sent = f"{gb_text(row.sent_bytes)} sent instead of {gb_text(best.sent_bytes)}"
+    here, there = gb_text(row.sent_bytes), gb_text(best.sent_bytes)
     if slower < 0:  # see sort_rows
-        return sent
+        return f"{here} sent instead of {there}"
     if slower >= 0.001:
         about = "" if row.by == SIMULATION else "about "
-        return f"{about}{slower:.1%} slower, {sent}, bound by {row.bound}"
+        sent = f"{here} sent instead of {there}, " if here != there else ""
+        return f"{about}{slower:.1%} slower, {sent}bound by {row.bound}"
     more = row.reserved_bytes - best.reserved_bytes
     if more == 0:
         return "as fast, and takes as much"

@@ -100,6 +100,9 @@ class StopSignal:
                 first = time.monotonic()
                 if not self.has_begun:
                     threading.Thread(target=self._leave_soon, args=(number,), daemon=True).start()
+                elif self._speaks:
+                    name = signal.Signals(number).name
+                    print(f"megabatch: {name}: the run stops after this update; again ends it now", file=sys.stderr)
             elif time.monotonic() - first > SECONDS_OF_ONE:
                 self._leave(number)
 
