@@ -112,7 +112,7 @@ def test_a_terminals_signal_to_the_whole_group_leaves_those_alone_that_load_samp
         time.sleep(0.02)
     os.killpg(run.pid, signal.SIGINT)
     out, err = run.communicate(timeout=60)
-    assert (run.returncode, err) == (0, "")
+    assert (run.returncode, err) == (0, "megabatch: SIGINT: the run stops after this update; again ends it now\n")
     assert out.splitlines()[-1].startswith("stopped by SIGINT after update ")
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)  # nobody is left

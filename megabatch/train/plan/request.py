@@ -41,7 +41,7 @@ def read_request(arguments: Sequence[str]) -> PlanRequest:
     """Parse the arguments after the recipe. Raises `MegabatchError` for a value that cannot be."""
     pairs, overrides = split_options(arguments, *options_of(Plan))
     values = dict(pairs)
-    device = _read_device(values.get("device", Plan.device))
+    device = _read_device(values.get("device", str(Plan.device)))
     if "bandwidth" in values:
         rate = read_rate("--bandwidth", values["bandwidth"])
         network = min(device.network_bytes_per_second, rate)
