@@ -21,10 +21,10 @@ from megabatch.train.cli.arguments import COMMANDS, WITH_RECIPE, read_arguments
 from megabatch.train.config import Config
 from megabatch.train.config.keys import known_keys, sections
 from megabatch.train.config.recipe import load_config
-from megabatch.train.plan.request import read_request
 from tests.exact.full import RESULT
 from tests.exact.sparse import VOCABULARY, SparseLM
 from tests.test_errors import patterns
+from tests.train.planning import request_of
 from tests.train.test_docs import LEAST
 
 ROOT = Path(__file__).parents[1]
@@ -171,7 +171,7 @@ def test_a_command_is_understood(command: list[str], monkeypatch: pytest.MonkeyP
         assert read_arguments(COMMANDS[verb], rest)
     elif rest[0].endswith(".toml"):
         overrides = [word for word in rest[1:] if word not in ("--data.path=...", "--step", "--device=here.toml")]
-        load_config(Path(rest[0]), list(read_request(overrides).overrides) if verb == "plan" else overrides)
+        load_config(Path(rest[0]), list(request_of(overrides).overrides) if verb == "plan" else overrides)
     else:
         assert rest == [rest[0]]
         assert rest[0].startswith(("runs/", "RUN"))

@@ -44,7 +44,7 @@ from megabatch.train.plan.published import (
     recipe_of,
     summary,
 )
-from megabatch.train.plan.request import PlanRequest, read_request
+from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.search import (
     CERTAIN,
     CLOSED_FORM,
@@ -62,9 +62,10 @@ from megabatch.train.plan.search import (
     with_margin,
 )
 from megabatch.train.plan.simulation import Repeats, Simulator, bare_model, build_simulator, find_repeats
-from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
+from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
+from tests.train.planning import plan, request_of
 
 LLAMA = """
 [model.config]
@@ -131,11 +132,11 @@ def arguments(world: int = 1, **values: Any) -> list[str]:
 
 
 def planned(recipe: Path, world: int = 1, **values: Any) -> list[PlanRow]:
-    return plan_recipe(recipe, ["--json", *arguments(world, **values)])
+    return plan(recipe, ["--json", *arguments(world, **values)])
 
 
 def subject(recipe: Path, world: int = 1, **values: Any) -> Simulator:
-    asked = read_request(arguments(world, **values))
+    asked = request_of(arguments(world, **values))
     config = load_config(recipe, list(asked.overrides))
     return build_simulator(config, replace(asked, overrides=()), SILENT)
 
@@ -224,7 +225,7 @@ def test_the_best_is_that_of_simulating_every_choice(recipe: Path, name: str) ->
     ],
 )  # fmt: skip
 def test_the_layouts_of_processes(recipe: Path, world: int, stated: list[str], texts: list[str]) -> None:
-    asked = read_request(["--layouts", *arguments(world), *stated])
+    asked = request_of(["--layouts", *arguments(world), *stated])
     found = propose_layouts(load_config(recipe, list(asked.overrides)).parallel, asked, asked.length_tokens or 64)
     assert [layout_text(each) for each in found] == texts
     for each in found:
@@ -234,7 +235,7 @@ def test_the_layouts_of_processes(recipe: Path, world: int, stated: list[str], t
 
 
 def test_pipelines_are_among_the_layouts_of_a_model_that_can_be_cut(recipe: Path) -> None:
-    asked = read_request(["--layouts", *arguments(8, model__config__num_hidden_layers=4)])
+    asked = request_of(["--layouts", *arguments(8, model__config__num_hidden_layers=4)])
     config = load_config(recipe, list(asked.overrides))
     with silence():
         degrees = pipeline_degrees(bare_model(config), config, asked)
@@ -245,7 +246,7 @@ def test_pipelines_are_among_the_layouts_of_a_model_that_can_be_cut(recipe: Path
     assert "tp 2, pp 4" in texts
     long = [layout_text(each) for each in propose_layouts(config.parallel, asked, 16384, degrees)]
     assert {"fsdp2 2, cp 2, pp 2", "cp 2, tp 2, pp 2"} <= {*long} - {*texts}
-    stated = read_request(["--layouts", *arguments(8, parallel__pp=3)])
+    stated = request_of(["--layouts", *arguments(8, parallel__pp=3)])
     config = load_config(recipe, list(stated.overrides))
     assert pipeline_degrees(bare_model(config), config, stated) == [3]
     config = config.model_copy(update={"parallel": ParallelConfig()})
@@ -258,7 +259,7 @@ def test_pipelines_are_among_the_layouts_of_a_model_that_can_be_cut(recipe: Path
 def test_stages_of_cut_sequences_hold_half_of_the_activations(recipe: Path) -> None:
     values = {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "update__micro_batch_size": 4}
     whole, cut = (
-        plan_recipe(recipe, arguments(world, **values, parallel__wrapper="replicate", **keys))[0].at_peak["activations"]
+        plan(recipe, arguments(world, **values, parallel__wrapper="replicate", **keys))[0].at_peak["activations"]
         for world, keys in ((2, {}), (4, {"parallel__cp": 2}))
     )
     assert cut < 0.75 * whole
@@ -267,7 +268,7 @@ def test_stages_of_cut_sequences_hold_half_of_the_activations(recipe: Path) -> N
 @pytest.mark.slow
 def test_a_pipeline_is_planned_with_the_microbatches_that_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = {"parallel__pp": 2, "model__config__num_hidden_layers": 2, "update__micro_batch_size": 4}
-    rows = plan_recipe(recipe, arguments(2, **values, model__activation_checkpointing="true"))
+    rows = plan(recipe, arguments(2, **values, model__activation_checkpointing="true"))
     assert [row.choice.num_microbatches for row in rows] == [2]  # one, and one of no weight: 1F1B has two stages
     assert (rows[0].choice.sync, rows[0].by, rows[0].parallel.pp) == ("last", SIMULATION, 2)
     out = capsys.readouterr().out
@@ -294,7 +295,7 @@ def test_the_closed_form_of_a_pipeline_leaves_out_nothing_that_fits(recipe: Path
 def test_layouts_are_compared_and_the_keys_of_the_best_are_those_of_its_plan(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = plan_recipe(recipe, ["--layouts", *arguments(2, update__sync="last")])
+    rows = plan(recipe, ["--layouts", *arguments(2, update__sync="last")])
     out = capsys.readouterr().out
     best, *_ = rows
     assert {layout_text(row.parallel) for row in rows} == {"fsdp2 2", "ddp 2", "tp 2"}
@@ -302,7 +303,7 @@ def test_layouts_are_compared_and_the_keys_of_the_best_are_those_of_its_plan(
     assert f"best: {layout_text(best.parallel)}: " in out
     assert "\n2. " in out
     words = override_words(keys_of(best, load_config(recipe, [])))
-    again = plan_recipe(recipe, ["--json", "--world", "2", *words])[0]
+    again = plan(recipe, ["--json", "--world", "2", *words])[0]
     assert layout_text(again.parallel) == layout_text(best.parallel)
     assert (again.choice, again.seconds, again.peak_bytes) == (best.choice, best.seconds, best.peak_bytes)
 
@@ -311,13 +312,13 @@ def test_layouts_are_compared_and_the_keys_of_the_best_are_those_of_its_plan(
 def test_the_host_is_proposed_where_nothing_else_fits(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = {"model__config__hidden_size": 256, "update__global_batch_size": 2, "device": "cpu"}
     offloaded = planned(recipe, 2, parallel__wrapper="fsdp2", parallel__cpu_offload="true", **values)[0]
-    others = plan_recipe(recipe, ["--layouts", *arguments(2, **values)])
+    others = plan(recipe, ["--layouts", *arguments(2, **values)])
     least = min(row.peak_bytes for row in others)
     assert not any(row.parallel.cpu_offload for row in others)
     assert offloaded.peak_bytes < least
     capsys.readouterr()
     limit = (offloaded.peak_bytes + least) // 2
-    best, *_ = plan_recipe(recipe, ["--layouts", *arguments(2, memory=f"{limit}B", **values)])
+    best, *_ = plan(recipe, ["--layouts", *arguments(2, memory=f"{limit}B", **values)])
     assert (best.fits, layout_text(best.parallel)) == (YES, "fsdp2 2, offloaded")
     out = capsys.readouterr().out
     assert "\non the host: " in out
@@ -346,7 +347,7 @@ def test_a_layout_that_the_trainer_lacks_is_left_out_in_a_line(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heads = {"model__config__num_attention_heads": 3, "model__config__num_key_value_heads": 3}
-    plan_recipe(recipe, ["--layouts", *arguments(2, model__config__hidden_size=48, **heads)])
+    plan(recipe, ["--layouts", *arguments(2, model__config__hidden_size=48, **heads)])
     out = capsys.readouterr().out
     assert "without tp 2: parallel.tp is 2, which does not divide model.config.num_attention_heads = 3" in out
     assert "\ntp 2 " not in out
@@ -357,7 +358,7 @@ def test_a_layout_that_the_trainer_lacks_is_left_out_in_a_line(
 def test_layouts_are_ranked_as_a_source_has_measured_them_in_a_plan(model: str, world: int) -> None:
     """All five published pairs are of these runs, which recompute activations."""
     runs = [run for run in RUNS if (run.source, run.model, run.world) == ("kempner", model, world)]
-    asked = read_request([
+    asked = request_of([
         "--layouts", "--ranks-per-node=4", *arguments(world, device="h200", model__activation_checkpointing="true"),
         "--update.micro_batch_size=4",
     ])  # fmt: skip
@@ -465,7 +466,7 @@ def test_a_model_and_samples_of_ones_own_are_planned(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     little = ["--device", "cpu", "--memory", "1MiB"]
-    rows = plan_recipe(recipe, little)
+    rows = plan(recipe, little)
     assert {row.fits for row in rows} == {NO}
     out = capsys.readouterr().out
     assert "nothing fits: the least is at least " in out
@@ -473,7 +474,7 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
     assert "[update]" not in out
     assert {row.by for row in rows} == {CLOSED_FORM}
     with pytest.raises(MegabatchError, match="nothing fits, so there is no memory"):
-        plan_recipe(recipe, [*little, "--chart", str(recipe.with_suffix(".png"))])
+        plan(recipe, [*little, "--chart", str(recipe.with_suffix(".png"))])
 
 
 @pytest.mark.slow
@@ -635,7 +636,7 @@ def test_the_lines_that_are_printed_load_and_train(
     bench: Bench, bound: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.recipe.write_text(bench.recipe.read_text().replace("max_microbatch_tokens = 256", f"{bound} = 160"))
-    best, *_ = plan_recipe(bench.recipe, ["--length=160", "--update.global_batch_size=2"])
+    best, *_ = plan(bench.recipe, ["--length=160", "--update.global_batch_size=2"])
     lines = tomli_w.dumps(keys_of(best, load_config(bench.recipe, []))).rstrip()
     out = capsys.readouterr().out
     assert lines in out
@@ -661,7 +662,7 @@ def test_the_lines_that_are_printed_load_and_train(
 @pytest.mark.slow
 def test_the_chart_is_drawn_and_the_table_names_the_runner_up(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = recipe.with_suffix(".svg")
-    plan_recipe(recipe, [*arguments(2, parallel__wrapper="fsdp2"), "--chart", str(chart)])
+    plan(recipe, [*arguments(2, parallel__wrapper="fsdp2"), "--chart", str(chart)])
     out = capsys.readouterr().out
     assert "\nbest: " in out
     assert "\nrunner-up: " in out
@@ -685,7 +686,7 @@ def test_without_a_length_the_data_are_read(bench: Bench, capsys: pytest.Capture
     rows = planned(bench.recipe, **values)
     assert {row.microbatch_tokens // row.choice.micro_batch_size for row in rows} == {136}
     capsys.readouterr()
-    plan_recipe(bench.recipe, arguments(**values))
+    plan(bench.recipe, arguments(**values))
     assert "; time by 4 updates of " in capsys.readouterr().out
     what = subject(bench.recipe, device="cpu", **values)
     choice = next(each for each in what.grid.choices() if each.micro_batch_size == 1)
@@ -739,7 +740,7 @@ def test_deep_stages_that_are_cut_over_ranks_are_simulated_by_a_few_layers(recip
 def test_layouts_share_the_models_whose_sizes_are_counted(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.nn.Module] = []
     monkeypatch.setattr(simulation, "bare_model", lambda *args: made.append(bare_model(*args)) or made[-1])
-    asked = read_request(["--layouts", *arguments(8, model__config__num_hidden_layers=4)])
+    asked = request_of(["--layouts", *arguments(8, model__config__num_hidden_layers=4)])
     with silence():
         layouts, _ = build_layouts(load_config(recipe, list(asked.overrides)), asked, SILENT)
     cuts = {(each.wrapper.name, each.config.parallel.pp) for each in layouts if each.ends}
@@ -854,6 +855,10 @@ def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, 
     assert build_grid(values, set(), "fsdp2", 2, 150).micro_batch_sizes == (1, 2, 4, 6)
 
 
+def test_the_device_of_the_help_is_planned_for() -> None:
+    assert request_of([]).device.name == str(Plan.device)
+
+
 def test_an_override_in_two_words_is_one() -> None:
     values, overrides = split_options(
         ["--update.sync", "last", "--ranks_per_node=2", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"],
@@ -879,7 +884,7 @@ def test_an_override_in_two_words_is_one() -> None:
     ],
 )
 def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
-    found = launcher_words(read_request(["--world", str(world)]))
+    found = launcher_words(request_of(["--world", str(world)]))
     assert " ".join(found).startswith(words)
 
 
@@ -926,7 +931,7 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
 )  # fmt: skip
 def test_bad_input_is_one_line(recipe: Path, given: Sequence[str], line: str) -> None:
     with pytest.raises(MegabatchError) as caught:
-        plan_recipe(recipe, given)
+        plan(recipe, given)
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
@@ -947,7 +952,7 @@ def test_a_device_file_decides_the_time(recipe: Path, tmp_path: Path) -> None:
 
 def test_without_data_the_line_says_how_to_do_without(recipe: Path) -> None:
     with pytest.raises(MegabatchError, match=r"; or give --length N, the tokens of the longest sample"):
-        plan_recipe(recipe, ["--data.max_sample_tokens=none"])
+        plan(recipe, ["--data.max_sample_tokens=none"])
 
 
 def test_the_margin_covers_the_published_reserved_memory_but_for_a_lower_bound() -> None:
@@ -1007,7 +1012,7 @@ def test_the_committed_published_runs_are_those_of_the_table_and_are_ranked_as_m
 
 
 def test_a_key_that_is_chosen_is_said_once() -> None:
-    asked = read_request(["--world", "2", "--update.sync=last", "--optim.lr=0.1"])
+    asked = request_of(["--world", "2", "--update.sync=last", "--optim.lr=0.1"])
     line = command_line({"update": {"sync": "every"}}, Path("a recipe.toml"), asked)
     assert line == ("torchrun --nproc-per-node 2 -m megabatch train 'a recipe.toml' --optim.lr=0.1 --update.sync=every")
 

@@ -19,13 +19,13 @@ from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.config.byte_sizes import gb_text
 from megabatch.train.plan.grid import Choice
 from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, sort_rows
-from megabatch.train.plan.table import plan_recipe
 from megabatch.train.runtime.files import sealed_text
 from megabatch.train.runtime.oom_limit import lowered_settings
 from tests.train import policy_jobs
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 from tests.train.contexts import ALONE
 from tests.train.on_ranks import on_ranks
+from tests.train.planning import plan
 from tests.train.policy_jobs import SOME
 from tests.train.processes import overrides
 from tests.train.test_plan import LLAMA
@@ -359,11 +359,11 @@ def test_the_plan_and_the_run_choose_alike(bench: Bench) -> None:
     given += ["--model.activation_checkpointing=false", "--parallel.reshard_after_forward=true"]
     size = {"model__config__hidden_size": 128, "model__config__num_hidden_layers": 3}
     given += [*overrides(size), "--data.max_sample_tokens=16"]
-    rows = {row.choice.sync: row for row in plan_recipe(recipe, [*given, "--json"]) if row.choice.fused}
-    assert plan_recipe(recipe, given)[0].choice.sync == GATHER_ONCE
+    rows = {row.choice.sync: row for row in plan(recipe, [*given, "--json"]) if row.choice.fused}
+    assert plan(recipe, given)[0].choice.sync == GATHER_ONCE
     least, *others = (rows[sync].peak_bytes for sync in ("every", "last", GATHER_ONCE))
     assert least < min(others)
-    assert plan_recipe(recipe, [*given, f"--memory={(least + min(others)) // 2}B"])[0].choice.gathers_some
+    assert plan(recipe, [*given, f"--memory={(least + min(others)) // 2}B"])[0].choice.gathers_some
     values = {"parallel__wrapper": "fsdp2", "update__micro_batch_size": 1, "run__folder": bench.folder, **size}
     line = chosen_line(bench.train(ranks=2, recipe=recipe, **values, run__max_steps=1))
     assert line.startswith("update.sync gather_once: ")
@@ -373,7 +373,7 @@ def test_the_plan_and_the_run_choose_alike(bench: Bench) -> None:
 def test_a_plan_says_that_a_microbatch_is_lowered(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = bench.path / "llama.toml"
     recipe.write_text(LLAMA)
-    plan_recipe(recipe, ["--update.micro_batch_size=64"])
+    plan(recipe, ["--update.micro_batch_size=64"])
     assert "update.micro_batch_size 64 is lowered: a rank has no more samples of an update\n" in capsys.readouterr().out
-    plan_recipe(recipe, ["--update.micro_batch_size=4"])
+    plan(recipe, ["--update.micro_batch_size=4"])
     assert "is lowered" not in capsys.readouterr().out

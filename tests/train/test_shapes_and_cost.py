@@ -16,13 +16,13 @@ from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callback, Callbacks, RunContext
 from megabatch.train.loop import prepare_run, train
-from megabatch.train.plan.table import plan_recipe
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.plugins import in_place_of
 from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.contexts import ALONE
+from tests.train.planning import plan
 from tests.train.processes import overrides
 
 pytestmark = [
@@ -155,6 +155,6 @@ def test_losses_of_the_trainer_are_known_by_what_they_stand_for() -> None:
 
 def test_a_plan_counts_no_tokens_that_fill_up(bench: Bench) -> None:
     with pytest.raises(MegabatchError, match=r"update\.shapes is 3, and the plan does not count"):
-        plan_recipe(bench.recipe, ["--update.shapes=3", "--model.compile=true"])
-    (best, *_) = plan_recipe(bench.recipe, ["--length=160", "--update.cost=measure", "--json"])
+        plan(bench.recipe, ["--update.shapes=3", "--model.compile=true"])
+    (best, *_) = plan(bench.recipe, ["--length=160", "--update.cost=measure", "--json"])
     assert json.loads(json.dumps(best.as_json()))["fits"] == "yes"

@@ -20,12 +20,15 @@ from megabatch.train.cli.arguments import (
     Audit,
     Doctor,
     Export,
+    Plan,
+    options_of,
     overview,
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.front import answer
 from megabatch.train.cli.recipe_command import is_published, read_config
 from megabatch.train.config import Config
+from megabatch.train.config.recipe import split_options
 from megabatch.train.records.loggers import holds_the_end
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
@@ -95,9 +98,11 @@ def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> N
     elif name == "verify":
         verify(config, rendezvous, of_step="--step" in arguments)
     else:
+        from megabatch.train.plan.request import read_request
         from megabatch.train.plan.table import plan_recipe
 
-        plan_recipe(recipe_named(Path(arguments[0])), list(arguments[1:]))
+        request = read_request(*split_options(arguments[1:], *options_of(Plan)))
+        plan_recipe(recipe_named(Path(arguments[0])), request)
 
 
 def train(config: Config, rendezvous: Rendezvous) -> None:

@@ -1,6 +1,6 @@
-"""Request: the command line of `megabatch plan`."""
+"""Request: what `megabatch plan` is asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,9 +8,7 @@ from pathlib import Path
 from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, device_named
 from megabatch.train.autotune.device_file import read_device
-from megabatch.train.cli.arguments import Plan, options_of
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
-from megabatch.train.config.recipe import split_options
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,13 @@ class PlanRequest:
         return {word[2:].partition("=")[0].replace("-", "_") for word in self.overrides if word.startswith("--")}
 
 
-def read_request(arguments: Sequence[str]) -> PlanRequest:
-    """Parse the arguments after the recipe. Raises `MegabatchError` for a value that cannot be."""
-    pairs, overrides = split_options(arguments, *options_of(Plan))
-    values = dict(pairs)
-    device = _read_device(values.get("device", str(Plan.device)))
+def read_request(options: Iterable[tuple[str, str]], overrides: Sequence[str]) -> PlanRequest:
+    """Parse the options after the recipe, as `split_options` gives them with the overrides of its keys.
+
+    Raises `MegabatchError` for a value that cannot be.
+    """
+    values = dict(options)
+    device = _read_device(values["device"]) if "device" in values else device_named("a100-80g")
     if "bandwidth" in values:
         rate = read_rate("--bandwidth", values["bandwidth"])
         network = min(device.network_bytes_per_second, rate)

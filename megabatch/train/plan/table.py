@@ -22,7 +22,7 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.model.architecture import silence
 from megabatch.train.parallel.pipeline_stages import stages_text
 from megabatch.train.plan.layouts import build_layouts, layout_text
-from megabatch.train.plan.request import PlanRequest, read_request
+from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices, sort_rows
 from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.runtime.console import Console
@@ -43,9 +43,8 @@ LEFT = ("layout", "fits", "sync", "bound by")
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", "megabatch")  # HOST: one of them
 
 
-def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[PlanRow]:
+def plan_recipe(recipe: Path, request: PlanRequest) -> list[PlanRow]:
     """Plan a recipe and print the result. Return the rows, the best first. Raises `MegabatchError`."""
-    request = read_request(arguments)
     config = load_config(recipe, list(request.overrides))
     console = Console(enabled=not request.as_json, loss_digits=4)
     with silence():
