@@ -4,8 +4,9 @@ Data sheets of NVIDIA (A100, H100, H200, HGX B200, L40S, RTX 4090): dense rates 
 memory as the driver reports it. NVLink and PCIe reach about four fifths of the printed rate, which is the rate here.
 
 An operation takes as long as its arithmetic, as reading and writing its memory, or as its host takes to launch it,
-whichever is longest. `Device.efficiency` is fitted to published runs (benchmarks/published.py); the latencies of
-collectives are those by which NCCL chooses its algorithms (its src/graph/tuning.cc: LL128, ring and tree).
+whichever is longest. On a CPU the launch comes before the rest. `Device.efficiency` is fitted to published runs
+(benchmarks/published.py); the latencies of collectives are those by which NCCL chooses its algorithms (its
+src/graph/tuning.cc: LL128, ring and tree).
 
 Offloaded memory moves over PCIe (x16: 32 GB/s a direction for generation 4, 64 for 5). The host computes on it at the
 rate of the host's memory, of which each rank of a node has an eighth: DGX A100 (two sockets with 8 channels of
@@ -50,11 +51,12 @@ class Device:
     efficiency: float = 0.6  # fraction of ``flops`` that the matrix products of a large model reach
     overhead_bytes: int = 2 * GIB  # outside of tensors: context, NCCL's buffers, cuBLAS's workspaces
     margin: float = MARGIN  # of what its allocator reserves, for fragmentation that a replay does not see
-    launch_seconds: float = LAUNCH_SECONDS  # of its host, per operation; 0 where the host computes itself
+    launch_seconds: float = LAUNCH_SECONDS  # of its host, per operation
     start_seconds: float = START_SECONDS  # of a collective; 0: collectives have no latency
     attention_flops: Mapping[torch.dtype, float] = field(default_factory=dict[torch.dtype, float])  # where measured
     pcie_bytes_per_second: float = LINK_SHARE * 32 * GIGA  # to or from its host
     host_bytes_per_second: float = LINK_SHARE * 51 * GIGA  # of a rank's part of the host's memory
+    is_cpu: bool = False  # the host computes itself, so that it launches nothing ahead; torch caches no memory of it
 
     @property
     def host(self) -> "Device":
@@ -130,9 +132,15 @@ def _host(pcie: float, memory: float) -> _Host:
     return {"pcie_bytes_per_second": _link(pcie), "host_bytes_per_second": _link(memory)}
 
 
-def busy_seconds(compute_seconds: float, host_seconds: float, collective_seconds: float) -> float:
-    """Return the seconds of computing, of the launches of its host, and of the collectives beside it."""
-    return max(compute_seconds + CONTENTION * collective_seconds, host_seconds, collective_seconds)
+def busy_seconds(
+    compute_seconds: float, host_seconds: float, collective_seconds: float, *, is_cpu: bool = False
+) -> float:
+    """Return the seconds of computing, of the launches of its host, and of the collectives beside it.
+
+    A CPU launches an operation before it computes it, a GPU's host launches the next ones meanwhile.
+    """
+    computing = compute_seconds + CONTENTION * collective_seconds + (host_seconds if is_cpu else 0.0)
+    return max(computing, host_seconds, collective_seconds)
 
 
 _A100, _H100 = _rates(312, 19.5, 19.5), _rates(989, 67, 67)
@@ -157,10 +165,10 @@ DEVICES = {
             efficiency=0.5,
             overhead_bytes=0,
             margin=0.0,
-            launch_seconds=0.0,
             start_seconds=0.0,
             pcie_bytes_per_second=math.inf,  # nothing is copied
             host_bytes_per_second=20 * GIGA,
+            is_cpu=True,
         ),
     )
 }

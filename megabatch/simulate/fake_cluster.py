@@ -119,7 +119,7 @@ def disabled_gc() -> Generator[None]:
 def uncut_steps(device: Device) -> Generator[None]:
     """Let `LowBits` step whole tensors, as it does on a GPU: on a CPU it cuts them into pieces for the cache."""
     piece = low_bits.PIECE
-    low_bits.PIECE = piece if device.name == "cpu" else 2**62
+    low_bits.PIECE = piece if device.is_cpu else 2**62
     try:
         yield
     finally:

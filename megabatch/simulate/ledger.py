@@ -66,6 +66,7 @@ class Phase:
     cpu_seconds: float = 0.0  # of those, the latter
     copy_seconds: float = 0.0  # of offloaded shards over PCIe, beside computing: the larger of both directions
     awaited_seconds: float = 0.0  # of collectives that computing waits for
+    is_cpu: bool = False  # launches come before computing, not beside it
     fill: float = 1.0  # of a microbatch: tokens by those that were simulated, which computing and awaiting follow
     idle_seconds: float = 0.0  # of a pipeline's rank that waits for the others
     sent: dict[Key, Sent] = field(default_factory=dict)
@@ -103,7 +104,9 @@ class Phase:
     @property
     def seconds(self) -> float:
         """Seconds of the phase; traffic overlaps with computing, except for what computing waits for."""
-        busy = busy_seconds(self.fill * self.compute_seconds, self.host_seconds, self.overlapped_seconds)
+        busy = busy_seconds(
+            self.fill * self.compute_seconds, self.host_seconds, self.overlapped_seconds, is_cpu=self.is_cpu
+        )
         return max(busy, self.copy_seconds) + self.fill * self.awaited_seconds + self.idle_seconds
 
     @property
@@ -270,6 +273,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         self.category = category
         self._copied = dict.fromkeys(self._copied, 0)
         self.log.add(Step(PHASE, category=name, seconds=self._seconds))
+        self.log.record.is_cpu = self.device.is_cpu
 
     def begin(self) -> None:
         """Clear the record, but not the memory that is held."""

@@ -351,8 +351,7 @@ def join_ranks(first: Simulated, last: Simulated, schedule: str, num_ranks: int,
 
     ends = finish_seconds(orders, seconds_of, seconds_between)
     alone = [each.seconds - sum(seconds_of(rank, action) for action in orders[rank]) for rank, each in enumerate(found)]
-    is_cpu = first.device.name == "cpu"  # whose memory no allocator caches
-    worst = max(first, last, key=lambda each: each.peak_bytes if is_cpu else each.reserved().peak_bytes)
+    worst = max(first, last, key=lambda each: each.peak_bytes if first.device.is_cpu else each.reserved().peak_bytes)
     waits = max(end + rest for end, rest in zip(ends, alone, strict=True)) - worst.seconds
     phases = worst.phases | {BUBBLE: Phase(idle_seconds=waits)}
     return replace(worst, phases=phases, times=worst.times | {BUBBLE: 1})

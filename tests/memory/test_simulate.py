@@ -157,6 +157,7 @@ def test_a_ring_sends_each_part_once_or_twice() -> None:
 )
 def test_what_bounds_an_update(slow: dict[str, Any], bound: str) -> None:
     fast = {"link_bytes_per_second": 1e15, "memory_bytes_per_second": 1e15, "flops": {torch.float32: 1e18}}
+    fast |= {"launch_seconds": 0.0}
     found = predicted(TOY, device=replace(DEVICES["cpu"], **fast | slow))
     assert found.bound == bound
     parts = {"traffic": found.traffic_seconds, "launches": sum(each.host_seconds for each in found.phases.values())}
@@ -177,12 +178,21 @@ def test_computing_is_slower_beside_a_collective(
     computing: float, host: float, collectives: float, busy: float
 ) -> None:
     assert busy_seconds(computing, host, collectives) == pytest.approx(busy)
+    assert busy_seconds(computing, 100.0, collectives, is_cpu=True) >= 100.0 + computing
+
+
+def test_a_cpu_launches_before_it_computes() -> None:
+    for is_cpu, together in ((True, sum), (False, max)):
+        forward = predicted(TOY, device=replace(DEVICES["cpu"], is_cpu=is_cpu)).phases["forward 1"]
+        assert forward.host_seconds > forward.compute_seconds > 0
+        assert forward.seconds == pytest.approx(together((forward.compute_seconds, forward.host_seconds)), rel=0.03)
 
 
 def test_computing_waits_for_the_collectives_of_a_layer_and_not_for_those_of_parameters() -> None:
     sharded = predicted(TOY).phases["forward 1"]
     assert sharded.traffic_seconds > 0 == sharded.awaited_seconds
-    assert sharded.seconds == busy_seconds(sharded.compute_seconds, 0.0, sharded.traffic_seconds)
+    parts = sharded.compute_seconds, sharded.host_seconds, sharded.traffic_seconds
+    assert sharded.seconds == busy_seconds(*parts, is_cpu=True)
 
     def in_rows(mesh: DeviceMesh) -> nn.Module:
         with torch.device("meta"):
@@ -193,7 +203,8 @@ def test_computing_waits_for_the_collectives_of_a_layer_and_not_for_those_of_par
         in_rows, sgd, lambda: batch_of(TOY, 1), losses.next_token, axes={"tp": 2}, device="cpu"
     ).phases["forward 1"]  # fmt: skip
     assert layered.awaited_seconds == layered.traffic_seconds > 0
-    assert layered.seconds == layered.compute_seconds + layered.traffic_seconds
+    parts = layered.compute_seconds, layered.host_seconds, layered.traffic_seconds
+    assert layered.seconds == pytest.approx(sum(parts))
 
 
 def rounded(model: nn.Module, itemsize: int, share: int = 1) -> int:

@@ -186,7 +186,7 @@ def test_what_data_cannot_follow_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_is_of_the_largest_update(tmp_path: Path) -> None:
     config = config_of("plain", tmp_path, update={"global_batch_size": [[0, 4], [2, 36], [3, 8]]})
-    assert build_grid(config, set(), "ddp", 2).samples_per_rank == 18
+    assert build_grid(config, set(), "ddp", 2, 9).samples_per_rank == 18
 
 
 SCHEDULE: dict[str, Any] = {

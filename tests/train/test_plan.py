@@ -32,7 +32,7 @@ from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import silence
 from megabatch.train.plan import simulation
 from megabatch.train.plan.estimate import estimate_cost
-from megabatch.train.plan.grid import Choice, Split, UpdateLengths, build_grid
+from megabatch.train.plan.grid import Choice, Grid, Limit, Split, UpdateLengths, build_grid
 from megabatch.train.plan.layouts import build_layouts, layout_text, pipeline_degrees, propose_layouts
 from megabatch.train.plan.published import (
     RUNS,
@@ -706,9 +706,10 @@ RAGGED = tuple(int(length) for length in torch.randint(1, 40, (24,), generator=t
 @pytest.mark.parametrize("size", [1, 3, 24])
 def test_an_update_is_split_as_the_library_splits_it(kind: str, size: int) -> None:
     longest = max(RAGGED)
-    limit = {kind: size * longest if kind == "max_microbatch_tokens" else size}
-    num, fill, *_ = UpdateLengths((RAGGED,), longest, kind != "micro_batch_size", one_row=False).split(size, 1)
-    real = GradientAccumulator(torch.nn.Linear(1, 1), **limit).plan([{"x": torch.zeros(each)} for each in RAGGED])
+    limit = Limit(size, None if kind == "micro_batch_size" else size * longest)
+    num, fill, *_ = UpdateLengths((RAGGED,), longest, one_row=False).split(limit, 1)
+    accumulator = GradientAccumulator(torch.nn.Linear(1, 1), **limit.as_keys())
+    real = accumulator.plan([{"x": torch.zeros(each)} for each in RAGGED])
     assert (num, num * size * longest * fill) == (real.num_microbatches, pytest.approx(real.padded_tokens))
 
 
@@ -716,8 +717,8 @@ def test_an_update_is_split_as_the_library_splits_it(kind: str, size: int) -> No
 def test_a_pipeline_is_split_into_the_schedule_steps_of_a_run(kind: str) -> None:
     """Two lengths that are far apart: eight long samples in one step, and eight short ones in another."""
     parallel = ParallelConfig(pp=2, schedule="1F1B")
-    lengths = UpdateLengths(((40,) * 8 + (10,) * 8,), 40, kind != "micro_batch_size", one_row=False, parallel=parallel)
-    split = lengths.split(1, 2)
+    lengths = UpdateLengths(((40,) * 8 + (10,) * 8,), 40, one_row=False, parallel=parallel)
+    split = lengths.split(Limit(1, None if kind == "micro_batch_size" else 40), 2)
     if kind == "micro_batch_size":  # 4 microbatches of 40 tokens and 4 of 10 on each rank
         assert split == (8, pytest.approx((4 * 40 + 4 * 10) / (8 * 40)), 4, pytest.approx((1 + 1 / 4) / (5 / 8)))
     else:  # 4 of 40 tokens, and 4 short samples in one, which 1F1B over two ranks runs as two of two
@@ -789,14 +790,13 @@ def test_an_update_in_two_schedule_steps_takes_as_long_as_both(recipe: Path) -> 
 
 
 def test_samples_in_one_row_are_not_padded() -> None:
-    lengths = UpdateLengths(((90, *[10] * 7),), 90, by_tokens=True, one_row=True)
-    assert lengths.split(1, 1)[:2] == (2, pytest.approx(160 / (2 * 90)))
-    assert lengths.split(1, 2)[:2] == (2, pytest.approx(120 / (2 * 90))), (
+    lengths = UpdateLengths(((90, *[10] * 7),), 90, one_row=True)
+    assert lengths.split(Limit(1, 90), 1)[:2] == (2, pytest.approx(160 / (2 * 90)))
+    assert lengths.split(Limit(1, 90), 2)[:2] == (2, pytest.approx(120 / (2 * 90))), (
         "the slower rank has the long one and three others"
     )
-    by_samples = replace(lengths, by_tokens=False)
-    assert by_samples.split(4, 1)[:2] == (2, pytest.approx(160 / (2 * 4 * 90)))
-    assert by_samples.num_tokens == 160
+    assert lengths.split(Limit(4), 1)[:2] == (2, pytest.approx(160 / (2 * 4 * 90)))
+    assert lengths.num_tokens == 160
 
 
 def test_a_larger_microbatch_that_pads_more_may_take_longer() -> None:
@@ -810,11 +810,11 @@ def config(**update: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("values", "sizes"), [({"micro_batch_size": 3}, (1, 2, 3, 4, 6)), ({"max_microbatch_tokens": 9}, (1, 2, 4, 6))]
+    ("values", "sizes"), [({"micro_batch_size": 3}, (1, 2, 3, 4, 6)), ({"max_microbatch_tokens": 9}, (1, 2, 3, 4, 6))]
 )
 def test_a_grid_has_every_size_that_makes_sense(values: dict[str, int], sizes: tuple[int, ...]) -> None:
-    grid = build_grid(config(global_batch_size=12, **values), set(), "fsdp2", 2)
-    assert (grid.micro_batch_sizes, grid.recomputes, grid.fused) == (sizes, (False, True), True)
+    grid = build_grid(config(global_batch_size=12, **values), set(), "fsdp2", 2, 3)
+    assert (sizes_in(grid), grid.recomputes, grid.fused) == (sizes, (False, True), True)
     choices = grid.choices()
     assert len(choices) == len(set(choices))
     assert {choice.num_microbatches for choice in choices if choice.micro_batch_size == 4} == {2}
@@ -823,14 +823,14 @@ def test_a_grid_has_every_size_that_makes_sense(values: dict[str, int], sizes: t
 
 def test_what_the_command_line_states_stays() -> None:
     stated = {"update.micro_batch_size", "update.sync", "model.activation_checkpointing"}
-    grid = build_grid(config(global_batch_size=12, micro_batch_size=3, sync="last"), stated, "fsdp2", 2)
+    grid = build_grid(config(global_batch_size=12, micro_batch_size=3, sync="last"), stated, "fsdp2", 2, 3)
     assert {(each.micro_batch_size, each.sync, each.recompute) for each in grid.choices()} == {(3, "last", False)}
 
 
 def test_selective_recomputation_is_compared_if_the_recipe_has_it() -> None:
     recipe = config(global_batch_size=2).model_copy(update={"model": ModelConfig(activation_checkpointing="selective")})
-    assert build_grid(recipe, set(), "fsdp2", 2).recomputes == (False, "selective", True)
-    assert build_grid(recipe, {"model.activation_checkpointing"}, "fsdp2", 2).recomputes == ("selective",)
+    assert build_grid(recipe, set(), "fsdp2", 2, 3).recomputes == (False, "selective", True)
+    assert build_grid(recipe, {"model.activation_checkpointing"}, "fsdp2", 2, 3).recomputes == ("selective",)
 
 
 @pytest.mark.slow
@@ -847,12 +847,31 @@ def test_selective_recomputation_is_planned(recipe: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("cap", "sizes"), [(899, (1, 2, 4)), (150, (1,)), (50, (1,))])
+def sizes_in(grid: Grid) -> tuple[int, ...]:
+    return tuple(limit.micro_batch_size for limit in grid.limits)
+
+
+@pytest.mark.parametrize(("cap", "sizes"), [(899, (1, 2, 4, 5)), (150, (1,)), (900, (1, 2, 4, 6))])
 def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, ...]) -> None:
     values = config(global_batch_size=12, max_microbatch_tokens=cap)
     grid = build_grid(values, {"update.max_microbatch_tokens"}, "fsdp2", 2, 150)
-    assert grid.micro_batch_sizes == sizes
-    assert build_grid(values, set(), "fsdp2", 2, 150).micro_batch_sizes == (1, 2, 4, 6)
+    assert sizes_in(grid) == sizes
+    assert {*sizes_in(build_grid(values, set(), "fsdp2", 2, 150))} == {1, 2, 4, 6, *sizes}
+
+
+def test_the_limit_of_a_recipe_is_planned_as_it_is() -> None:
+    updates = ((150, *[100] * 11),)
+    for cap, size, num_microbatches in ((20_000, 6, 1), (400, 3, 3)):
+        values = config(global_batch_size=12, max_microbatch_tokens=cap)
+        for stated in (set[str](), {"update.max_microbatch_tokens"}):
+            grid = build_grid(values, stated, "fsdp2", 2, 150, updates)
+            assert grid.limits[-1] == Limit(size, cap)
+            assert {each.num_microbatches for each in grid.choices() if each.limit_tokens == cap} == {num_microbatches}
+
+
+def test_a_limit_that_splits_as_another_is_planned_once() -> None:
+    grid = build_grid(config(global_batch_size=2, max_microbatch_tokens=10**6), set(), "fsdp2", 1, 9, ((9, 9),))
+    assert {each.limit_tokens for each in grid.choices()} == {9, 18}
 
 
 def test_the_device_of_the_help_is_planned_for() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megabatch import Plan, plan
 from megabatch.pipeline import plan_steps
@@ -39,11 +39,16 @@ class Choice:
     fill: float = 1.0  # mean tokens of a microbatch, by those of as many of the longest samples
     num_together: int = 0  # of a pipeline: microbatches of its largest schedule step; 0: all run together
     bubbles: float = 1.0  # of a pipeline: idle time of all its steps, divided by that of one step of mean microbatches
+    limit_tokens: int | None = None  # of a microbatch; None: samples limit it
 
     @property
     def largest_step(self) -> "Choice":
         """The same choice with the microbatches that a pipeline runs together, which its memory depends on."""
         return replace(self, num_microbatches=self.num_together, num_together=0) if self.num_together else self
+
+    def most_tokens(self, length_tokens: int) -> int:
+        """Return the limit of a microbatch's tokens, by those of the longest sample."""
+        return self.limit_tokens or self.micro_batch_size * length_tokens
 
     @property
     def num_steps(self) -> float:
@@ -82,6 +87,7 @@ class Choice:
         """Return True if this computes and gathers at most what ``other`` does, in at most as many microbatches."""
         return (
             self.micro_batch_size >= other.micro_batch_size
+            and self.num_microbatches <= other.num_microbatches
             and self.sync == other.sync
             and self.reshard <= other.reshard
             and (self.recompute == other.recompute or not self.recompute)
@@ -92,6 +98,19 @@ class Choice:
     def _computed(self) -> float:
         """Tokens of an update with padding, by those of the longest sample."""
         return self.num_microbatches * self.micro_batch_size * self.fill
+
+
+class Limit(NamedTuple):
+    """The limit of a microbatch."""
+
+    micro_batch_size: int  # samples; where tokens limit it, as many of the longest samples, of which a rank has enough
+    tokens: int | None = None  # None: samples limit it
+
+    def as_keys(self) -> dict[str, Any]:
+        """Return the limit as an argument of `megabatch.plan`."""
+        if self.tokens is None:
+            return {"micro_batch_size": self.micro_batch_size}
+        return {"max_microbatch_tokens": self.tokens}
 
 
 class Split(NamedTuple):
@@ -109,8 +128,7 @@ class UpdateLengths:
 
     updates: tuple[tuple[int, ...], ...]
     longest_tokens: int  # of all samples
-    by_tokens: bool  # tokens bound a microbatch, not samples
-    one_row: bool  # its samples lie in one row, without padding
+    one_row: bool  # the samples of a microbatch lie in one row, without padding
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
@@ -118,45 +136,31 @@ class UpdateLengths:
         """Real tokens of an update."""
         return mean(map(sum, self.updates))
 
-    def split(self, micro_batch_size: int, dp_degree: int) -> Split:
-        """Return the microbatches of an update with at most so many samples, or as many of their longest tokens."""
-        most_tokens = micro_batch_size * self.longest_tokens
-        rows, tokens = (None, most_tokens) if self.by_tokens else (micro_batch_size, None)
-        shares = [
-            plan(lengths, dp_degree=dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
-            for lengths in self.updates
-        ]
+    def split(self, limit: Limit, dp_degree: int) -> Split:
+        """Return the microbatches of an update."""
+        shares = [plan(lengths, dp_degree=dp_degree, **limit.as_keys()) for lengths in self.updates]
+        most_tokens = limit.micro_batch_size * self.longest_tokens
         if self.parallel.pp > 1:
-            return self._split_in_steps(shares, rows, most_tokens)
-        found = [self._count_microbatches(ranks, most_tokens) for ranks in shares]
+            return self._split_in_steps(shares, limit, most_tokens)
+        found = [self._count_microbatches(ranks, limit) for ranks in shares]
         num_microbatches = max(1, round(mean(num for num, _ in found)))
         return Split(num_microbatches, mean(tokens for _, tokens in found) / (num_microbatches * most_tokens))
 
-    def _count_microbatches(self, ranks: Sequence[Plan], most_tokens: int) -> tuple[int, int]:
+    def _count_microbatches(self, ranks: Sequence[Plan], limit: Limit) -> tuple[int, int]:
         """Return the microbatches of one update, and the tokens that the slowest rank computes."""
         num_microbatches = ranks[0].num_microbatches
         if not self.one_row:
             return num_microbatches, max(rank.padded_tokens for rank in ranks)
-        if self.by_tokens:
+        if limit.tokens is not None:
             num_microbatches = max(
-                len(best_fit([max(1, each) for each in rank.lengths], most_tokens)) for rank in ranks
+                len(best_fit([max(1, each) for each in rank.lengths], limit.tokens)) for rank in ranks
             )
         return num_microbatches, max(rank.num_tokens for rank in ranks)
 
-    def _split_in_steps(self, shares: Sequence[Sequence[Plan]], max_rows: int | None, most_tokens: int) -> Split:
+    def _split_in_steps(self, shares: Sequence[Sequence[Plan]], limit: Limit, most_tokens: int) -> Split:
         """Return the microbatches of a pipeline, dummy ones included, which all ranks run in the same steps."""
-        parallel = self.parallel
-        updates = [
-            plan_steps(
-                [rank.lengths for rank in ranks],
-                parallel.schedule,
-                parallel.pp,
-                per_rank(parallel),
-                micro_batch_size=max_rows,
-                max_microbatch_tokens=None if max_rows else most_tokens,
-            )
-            for ranks in shares
-        ]
+        order = self.parallel.schedule, self.parallel.pp, per_rank(self.parallel)
+        updates = [plan_steps([rank.lengths for rank in ranks], *order, **limit.as_keys()) for ranks in shares]
         num_microbatches = max(1, round(mean(sum(step.num_microbatches for step in steps) for steps in updates)))
         num_together = min(num_microbatches, max(step.num_microbatches for steps in updates for step in steps))
         computed = mean(sum(each.num_microbatches * each.rows * each.length for each in steps) for steps in updates)
@@ -170,7 +174,7 @@ class Grid:
     """The values of each axis, the better ones first."""
 
     samples_per_rank: int
-    micro_batch_sizes: tuple[int, ...]
+    limits: tuple[Limit, ...]
     syncs: tuple[str, ...]
     reshards: tuple[bool, ...]
     recomputes: tuple[bool | str, ...]
@@ -182,24 +186,28 @@ class Grid:
     def choices(self) -> list[Choice]:
         """Return every choice."""
         found: list[Choice] = []
-        splits = {size: self._split(size) for size in self.micro_batch_sizes}
-        for size, sync, reshard, recompute in product(
-            self.micro_batch_sizes, self.syncs, self.reshards, self.recomputes
+        limits: dict[tuple[int, Split], Limit] = {}
+        for limit in self.limits:
+            limits.setdefault((limit.micro_batch_size, self._split(limit)), limit)
+        for ((size, split), limit), sync, reshard, recompute in product(
+            limits.items(), self.syncs, self.reshards, self.recomputes
         ):
-            num, fill, num_together, bubbles = splits[size]
+            num, fill, num_together, bubbles = split
             sync = self.syncs[0] if num == 1 else sync  # a single microbatch is reduced at its end anyway
             reshard = reshard and sync != GATHER_ONCE
-            found.append(Choice(size, num, sync, reshard, recompute, self.fused, fill, num_together, bubbles))
+            found.append(
+                Choice(size, num, sync, reshard, recompute, self.fused, fill, num_together, bubbles, limit.tokens)
+            )
         return list(dict.fromkeys(found))
 
-    def _split(self, size: int) -> Split:
+    def _split(self, limit: Limit) -> Split:
         if self.lengths is None:
-            return Split(self.filled(-(-self.samples_per_rank // size)))
-        return self.lengths.split(size, self.dp_degree)
+            return Split(self.filled(-(-self.samples_per_rank // limit.micro_batch_size)))
+        return self.lengths.split(limit, self.dp_degree)
 
 
 def build_grid(
-    config: Config, stated: Collection[str], wrapped: str, dp_degree: int, length_tokens: int | None = None,
+    config: Config, stated: Collection[str], wrapped: str, dp_degree: int, length_tokens: int,
     updates: tuple[tuple[int, ...], ...] = (),
 ) -> Grid:  # fmt: skip
     """Return the grid of a recipe.
@@ -216,10 +224,6 @@ def build_grid(
     syncs = SYNCS[wrapped] if config.parallel.pp == 1 else ("last",)
     if config.update.sync != "auto" and ("update.sync" in stated or config.update.sync not in syncs):
         syncs = (config.update.sync,)
-    sizes = _micro_batch_sizes(config, stated, samples_per_rank)
-    cap = config.update.max_microbatch_tokens
-    if "update.max_microbatch_tokens" in stated and isinstance(cap, int) and length_tokens is not None:
-        sizes = tuple(size for size in sizes if size * length_tokens <= cap) or sizes[:1]
     reshards = (True,)
     if wrapped in ("fsdp2", "hsdp"):
         is_stated = "parallel.reshard_after_forward" in stated
@@ -228,20 +232,29 @@ def build_grid(
     recomputes = (False, True) if isinstance(own, bool) else (False, own, True)
     if "model.activation_checkpointing" in stated or config.model.function is not None:  # a module may not have it
         recomputes = (own,)
-    lengths = None
-    if updates and length_tokens is not None:
-        lengths = UpdateLengths(updates, length_tokens, cap is not None, config.update.one_row, config.parallel)
+    lengths = UpdateLengths(updates, length_tokens, config.update.one_row, config.parallel) if updates else None
+    limits = _limits(config, stated, samples_per_rank, length_tokens)
+    cap = config.update.max_microbatch_tokens
+    if lengths is not None and isinstance(cap, int) and cap >= length_tokens:
+        limits.append(Limit(min(samples_per_rank, -(-cap // length_tokens)), cap))
     filled = int if config.parallel.pp == 1 else partial(filled_up, config.parallel)
-    return Grid(samples_per_rank, sizes, syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths, filled)
+    return Grid(
+        samples_per_rank, tuple(limits), syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths, filled
+    )
 
 
-def _micro_batch_sizes(config: Config, stated: Collection[str], samples_per_rank: int) -> tuple[int, ...]:
-    """Return powers of two, the recipe's own size and all of a rank's samples."""
-    own = config.update.micro_batch_size
+def _limits(config: Config, stated: Collection[str], samples_per_rank: int, length_tokens: int) -> list[Limit]:
+    """Return powers of two, the recipe's own size and all of a rank's samples, or as many of the longest's tokens."""
+    own, cap = config.update.micro_batch_size, config.update.max_microbatch_tokens
     if own is not None and "update.micro_batch_size" in stated:
-        return (min(own, samples_per_rank),)
+        return [Limit(min(own, samples_per_rank))]
+    most = samples_per_rank
+    if isinstance(cap, int):
+        own = cap // length_tokens
+        most = min(own, most) if "update.max_microbatch_tokens" in stated else most
     powers = [2**power for power in range(samples_per_rank.bit_length())]
-    return tuple(sorted({size for size in (*powers, own or 1, samples_per_rank) if size <= samples_per_rank}))
+    sizes = sorted({size for size in (*powers, own or 1, samples_per_rank) if size <= most})
+    return [Limit(size, None if cap is None else size * length_tokens) for size in sizes]
 
 
 def _is_fused(config: Config) -> bool:

@@ -58,7 +58,7 @@ class PlanRow:
     seconds: float
     bound: str  # the limit of the speed, as `Phase.bound` has it
     by: str  # "simulation" or "closed form"
-    microbatch_tokens: int  # of the longest samples
+    microbatch_tokens: int  # at most
     at_peak: dict[str, int] = field(default_factory=dict[str, int])  # by category; empty if by closed form
     where: str = ""  # phase of the peak
     history: tuple[Moment, ...] = field(default=(), repr=False)  # of memory
@@ -146,7 +146,7 @@ def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> Pl
     return PlanRow(
         choice, fits, why, found.peak_bytes, needed_bytes, with_margin(needed_bytes, found.device),
         found.sent_bytes, found.seconds, found.bound, SIMULATION,
-        choice.micro_batch_size * simulator.sample.length_tokens, found.at_peak, found.where, found.history,
+        choice.most_tokens(simulator.sample.length_tokens), found.at_peak, found.where, found.history,
         is_least=simulator.is_least, parallel=simulator.config.parallel, work=_work_of(found),
         host_bytes=found.host_bytes, update_tokens=simulator.update_tokens,
     )  # fmt: skip
@@ -173,7 +173,7 @@ def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple
     limit = gib_text(limit_bytes)
     if found.peak_bytes > limit_bytes:
         return NO, f"{gib_text(found.peak_bytes)} alive at once in {found.where}, {limit} there"
-    if not _has_allocator(found):
+    if found.device.is_cpu:
         return YES, f"{gib_text(found.peak_bytes)} of {limit}"
     margined_bytes = with_margin(needed_bytes, found.device)
     with_it = f"{gib_text(margined_bytes)} with the margin of {found.device.margin:.1%}"
@@ -190,16 +190,12 @@ def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple
 
 def reserved_bytes(found: Simulated) -> int:
     """Return what the allocator would take of unlimited memory; on a CPU, the bytes alive."""
-    return found.reserved().peak_bytes if _has_allocator(found) else found.peak_bytes
+    return found.peak_bytes if found.device.is_cpu else found.reserved().peak_bytes
 
 
 def with_margin(num_bytes: int, device: Device) -> int:
     """Return reserved memory with the device's margin."""
     return int(num_bytes * (1 + device.margin))
-
-
-def _has_allocator(found: Simulated) -> bool:
-    return found.device.name != "cpu"  # torch caches a GPU's memory only
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,7 +333,8 @@ class _Search:
         traffic = mine.traffic_seconds * (_ratio(work.traffic, other.traffic_seconds) if is_alike else 1)
         awaited = mine.awaited_seconds * (_ratio(work.awaited, other.awaited_seconds) if is_alike else 1)
         bubble = mine.bubble * (_ratio(work.bubble, other.bubble) if is_alike else 1)
-        busy = busy_seconds(compute + work.compute_of_step, host + work.host_of_step, traffic)
+        is_cpu = candidate.simulator.device.is_cpu
+        busy = busy_seconds(compute + work.compute_of_step, host + work.host_of_step, traffic, is_cpu=is_cpu)
         return busy * (1 + bubble) + awaited + work.cpu_of_step
 
     def _margined_bytes(self, candidate: _Candidate, near: _Candidate) -> int:
@@ -373,7 +370,7 @@ class _Search:
         return PlanRow(
             candidate.choice, fits, why, peak, needed, margined, estimate.sent_bytes,
             estimate.seconds if near is None else self._seconds(candidate, near), estimate.bound, CLOSED_FORM,
-            candidate.choice.micro_batch_size * candidate.simulator.sample.length_tokens,
+            candidate.choice.most_tokens(candidate.simulator.sample.length_tokens),
             is_least=least > self._limit_bytes, parallel=candidate.simulator.config.parallel,
             update_tokens=candidate.simulator.update_tokens,
         )  # fmt: skip

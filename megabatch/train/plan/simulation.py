@@ -503,7 +503,7 @@ def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
     model = {"activation_checkpointing": choice.recompute, "compile": False}
     options = config.optim.options
     is_open = config.optim.function is None and config.optim.name != "Muon" and not {"foreach", "fused"} & set(options)
-    if device.name != "cpu" and is_open:
+    if not device.is_cpu and is_open:
         options = {**options, "fused" if choice.fused else "foreach": True}  # torch's default depends on the device
     return config.model_copy(
         update={

@@ -124,7 +124,8 @@ def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
     parts = () if has_layouts else tuple(GROUPS)
     in_memory = [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved", "needed")]
     layout = ["layout"] * has_layouts
-    names = [*layout, "fits", "samples\nat once", "micro-\nbatches", "sync", "recom-\npute", *in_memory]
+    unit = "samples" if rows[0].choice.limit_tokens is None else "tokens"
+    names = [*layout, "fits", f"{unit}\nat once", "micro-\nbatches", "sync", "recom-\npute", *in_memory]
     for name in (*names, f"sent\n{wire_unit}", "time\ns", "bound by"):
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
     for row in _best_of_layouts(rows) if has_layouts else _shown(rows):
@@ -156,7 +157,7 @@ def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
     groups = [sum(row.at_peak.get(name, 0) for name in names) for names in GROUPS.values()]
     return [
         row.fits,
-        str(choice.micro_batch_size),
+        f"{choice.limit_tokens or choice.micro_batch_size:,}",
         str(choice.num_microbatches),
         choice.sync + ("" if choice.reshard else ", kept gathered"),
         {True: "yes", False: "no", "selective": "selective"}[choice.recompute],
@@ -205,7 +206,8 @@ def _name(row: PlanRow, request: PlanRequest) -> str:
     gathered = "" if choice.reshard else ", weights kept gathered"
     optimizer = "fused" if choice.fused else "foreach"
     memory = f"{recompute}{gathered}, {optimizer} optimizer"
-    return f"{layout}{microbatches} of {choice.micro_batch_size}, sync {choice.sync}, {memory}"
+    size = choice.micro_batch_size if choice.limit_tokens is None else f"{choice.limit_tokens:,} tokens"
+    return f"{layout}{microbatches} of {size}, sync {choice.sync}, {memory}"
 
 
 def _why_not(row: PlanRow, best: PlanRow) -> str:
@@ -229,8 +231,8 @@ def keys_of(row: PlanRow, config: Config) -> Keys:
     """Return the keys that choose a row; the recipe's kind of limit bounds the microbatch."""
     choice = row.choice
     limit: dict[str, Any] = {"micro_batch_size": choice.micro_batch_size}
-    if config.update.max_microbatch_tokens is not None:
-        limit = {"max_microbatch_tokens": row.microbatch_tokens}
+    if choice.limit_tokens is not None:
+        limit = {"max_microbatch_tokens": choice.limit_tokens}
     keys: Keys = {
         "update": {**limit, "sync": choice.sync},
         "model": {"activation_checkpointing": choice.recompute},
