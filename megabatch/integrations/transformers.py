@@ -377,7 +377,8 @@ class MegabatchTrainer(Trainer):
         tokens, size = self._max_microbatch_tokens, self.args.per_device_train_batch_size
         if isinstance(tokens, int):
             size = tokens // max(map(self._length, samples))
-        if isinstance(tokens, str) or (size > 1 and getattr(model, "is_gradient_checkpointing", False)):
+        recomputes = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+        if isinstance(tokens, str) or (size > 1 and recomputes):
             size = 2  # the size that fits is unknown, or known only in train mode
 
         def mean(model: nn.Module, microbatch: Microbatch) -> Any:

@@ -181,8 +181,10 @@ def terms_of(returned: Any) -> dict[str, Term]:
     terms: dict[str, Term] = {}
     for name, source, pair in pairs:
         if isinstance(pair, Tensor) or not isinstance(pair, tuple | list):
-            kind = f"a tensor of shape {tuple(pair.shape)}" if isinstance(pair, Tensor) else f"a {type(pair).__name__}"
-            raise LossContractError(f"{source} is {kind}, perhaps a mean; {EXPECTED}")
+            if not isinstance(pair, Tensor):
+                raise LossContractError(f"{source} is a {type(pair).__name__}; {EXPECTED}")
+            kind = f"a tensor of shape {tuple(pair.shape)}"
+            raise LossContractError(f"{source} is {kind}, perhaps a mean; {EXPECTED}, or wrap it in megabatch.mean")
         if len(cast(tuple[Any, ...], pair)) != 2:
             raise LossContractError(f"{source} is a tuple of {len(cast(tuple[Any, ...], pair))}; {EXPECTED}")
         total, weight = cast(tuple[Any, Any], pair)

@@ -159,6 +159,7 @@ def test_a_key_that_one_recipe_lacks_differs_and_the_best_of_one_is_none() -> No
     assert differing_keys([one, other, RunSummary("c", "damaged")]) == ["z"]
     assert best_run([one, other]) is None
     assert best_run([one, RunSummary("c", "ended", best_loss=-1.0)]).name == "c"
+    assert best_run([RunSummary("c", "ended", best_loss=0.0), one]).name == "a", "the first by name of equal ones"
 
 
 def test_runs_of_two_losses_have_a_best_of_each_and_options_come_last(monkeypatch: pytest.MonkeyPatch) -> None:

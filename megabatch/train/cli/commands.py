@@ -109,7 +109,7 @@ def train(config: Config, rendezvous: Rendezvous) -> None:
     """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
     from megabatch.train import loop
 
-    run, stop = config.run, StopSignal(speaks=rendezvous.rank == 0)
+    run, stop = config.run, StopSignal(speaks=rendezvous.rank == 0, folder=config.run.folder)
     heartbeat = Heartbeat(rendezvous, run.answer_within_seconds, run.stuck_after, Path(run.folder))
     with stop.handling():
         ranks = init_ranks(rendezvous, config)

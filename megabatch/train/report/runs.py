@@ -135,10 +135,15 @@ def differing_keys(summaries: Sequence[RunSummary]) -> list[str]:
 
 
 def best_run(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the run with the lowest held-out loss; None if fewer than two have one, or if they are of two losses."""
+    """Return the run with the lowest held-out loss, the first by name of equal ones.
+
+    None if fewer than two have one, or if they are of two losses.
+    """
     evaluated = [each for each in summaries if each.best_loss is not None]
     is_one_task = len({each.recipe.get(LOSS) for each in evaluated}) == 1
-    return min(evaluated, key=lambda each: cast(float, each.best_loss)) if len(evaluated) > 1 and is_one_task else None
+    if len(evaluated) < 2 or not is_one_task:
+        return None
+    return min(evaluated, key=lambda each: (cast(float, each.best_loss), each.name))
 
 
 def runs_text(summaries: Sequence[RunSummary]) -> str:

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -36,11 +37,11 @@ SECONDS_TO_LEAVE = 5.0  # torchrun kills the remaining ranks once the first is g
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal that ends the run at once."""
+    """A signal that ends the run of a folder at once."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, folder: str) -> None:
         super().__init__(signal.Signals(number).name)
-        self.number = number
+        self.number, self.folder = number, folder
 
 
 class CrashedError(MegabatchError):
@@ -66,8 +67,8 @@ def exit_together() -> Generator[Rendezvous, None, None]:
     except MegabatchError as error:
         fail(rendezvous, failure_text(error), CRASHED if isinstance(error, CrashedError) else FAILED)
     except KeyboardInterrupt as error:
-        number = error.number if isinstance(error, StoppedError) else int(signal.SIGINT)
-        fail(rendezvous, interruption_text(number), 128 + number)
+        number, folder = (error.number, error.folder) if isinstance(error, StoppedError) else (signal.SIGINT, "")
+        fail(rendezvous, interruption_text(number, folder), 128 + number)
     except BrokenPipeError:  # `| head` has seen enough
         claim_failure(rendezvous)
         drop_output()
@@ -191,10 +192,12 @@ def _end_with_others(rendezvous: Rendezvous) -> None:
             num_ended = rendezvous.store.add("ended", 0)
 
 
-def interruption_text(number: int) -> str:
-    """Return the message for a run that a signal ends."""
-    name = signal.Signals(number).name
-    return f"megabatch: ended by {name}; `megabatch train RUN_FOLDER` resumes from the last checkpoint, or begins again"
+def interruption_text(number: int, folder: str) -> str:
+    """Return the message for a command that a signal ends. ``folder`` is that of a run, if it has been written."""
+    line = f"megabatch: ended by {signal.Signals(number).name}"
+    if not os.path.isdir(folder):
+        return line
+    return f"{line}; `megabatch train {shlex.quote(folder)}` resumes from the last checkpoint, or begins again"
 
 
 def leave_now(status: int) -> NoReturn:

@@ -35,10 +35,11 @@ class StopSignal:
 
     Args:
         speaks: Print a message if a second signal ends this process; the other ranks cannot be asked by then.
+        folder: Of the run, which a message names.
     """
 
-    def __init__(self, *, speaks: bool) -> None:
-        self._speaks = speaks
+    def __init__(self, *, speaks: bool, folder: str = "") -> None:
+        self._speaks, self._folder = speaks, folder
         self._received: signal.Signals | None = None
         self._ended = threading.Event()
         self.has_begun = False  # set at the first update; from then on a signal waits for the end of an update
@@ -49,7 +50,7 @@ class StopSignal:
     def check(self) -> None:
         """Raise `StoppedError` if this process has received a signal: it explains any other error."""
         if self._received is not None:
-            raise StoppedError(self._received) from None
+            raise StoppedError(self._received, self._folder) from None
 
     def agree(self, ranks: Ranks) -> bool:
         """Return True if any rank has received a signal. Collective, between two updates."""
@@ -88,7 +89,7 @@ class StopSignal:
         """In the main thread, as soon as it runs Python code."""
         self._received = self._received or signal.Signals(number)
         if not self.has_begun:
-            raise StoppedError(self._received)
+            raise StoppedError(self._received, self._folder)
 
     def _read_pipe(self, read: int) -> None:
         """In a thread, at once."""
@@ -113,7 +114,7 @@ class StopSignal:
 
     def _leave(self, number: int) -> NoReturn:
         if self._speaks:
-            print(interruption_text(number), file=sys.stderr, flush=True)
+            print(interruption_text(number, self._folder), file=sys.stderr, flush=True)
         leave_now(128 + number)
 
     def _after_fork(self) -> None:
