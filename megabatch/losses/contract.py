@@ -183,8 +183,10 @@ def terms_of(returned: Any) -> dict[str, Term]:
         if isinstance(pair, Tensor) or not isinstance(pair, tuple | list):
             if not isinstance(pair, Tensor):
                 raise LossContractError(f"{source} is a {type(pair).__name__}; {EXPECTED}")
-            kind = f"a tensor of shape {tuple(pair.shape)}"
-            raise LossContractError(f"{source} is {kind}, perhaps a mean; {EXPECTED}, or wrap it in megabatch.mean")
+            wrapped = ", or wrap it in megabatch.mean" if pair.ndim == 0 and name == PAIR_NAME else ""
+            raise LossContractError(
+                f"{source} is a tensor of shape {tuple(pair.shape)}, perhaps a mean; {EXPECTED}{wrapped}"
+            )
         if len(cast(tuple[Any, ...], pair)) != 2:
             raise LossContractError(f"{source} is a tuple of {len(cast(tuple[Any, ...], pair))}; {EXPECTED}")
         total, weight = cast(tuple[Any, Any], pair)

@@ -121,10 +121,11 @@ class Phase:
         if self.idle_seconds > self.seconds - self.idle_seconds:
             return "bubble"
         computing = self.fill * self.compute_seconds + CONTENTION * self.overlapped_seconds
+        busy = self.host_seconds + computing if self.is_cpu else max(self.host_seconds, computing)
         traffic_seconds = self.overlapped_seconds + self.fill * self.awaited_seconds
-        if self.copy_seconds > max(computing, self.host_seconds, traffic_seconds):
+        if self.copy_seconds > max(busy, traffic_seconds):
             return "PCIe"
-        if traffic_seconds > max(computing, self.host_seconds):
+        if traffic_seconds > busy:
             return "traffic"
         if self.host_seconds > computing:
             return "host" if 2 * self.cpu_seconds > self.host_seconds else "launches"

@@ -73,6 +73,7 @@ def _add_work(phase: Phase, shallow: Phase, deeper: Phase, num_blocks: int) -> N
     """Give a phase the arithmetic and the traffic of its layers."""
     for name in WORK:
         setattr(phase, name, _grown(getattr(shallow, name), getattr(deeper, name), num_blocks))
+    phase.is_cpu = deeper.is_cpu
     phase.sent = {
         key: sent.times_plus(num_blocks, shallow.sent[key].times_plus(1 - num_blocks) if key in shallow.sent else None)
         for key, sent in deeper.sent.items()

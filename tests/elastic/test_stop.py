@@ -66,7 +66,7 @@ def test_a_second_signal_ends_a_run_at_once(bench: Bench, own: Path, number: sig
     (end,) = bench.finish(run__after_update=f"{own}:after_update")
     assert end.status == 128 + number
     assert end.err.splitlines() == [
-        f"megabatch: {number.name}: the run stops after this update; again ends it now",
+        f"megabatch: {number.name}: the run stops after this update; another, a second later, ends it now",
         f"megabatch: ended by {number.name}; `megabatch train {bench.folder}` resumes from the last checkpoint, or "
         "begins again",
     ]
@@ -112,7 +112,10 @@ def test_a_terminals_signal_to_the_whole_group_leaves_those_alone_that_load_samp
         time.sleep(0.02)
     os.killpg(run.pid, signal.SIGINT)
     out, err = run.communicate(timeout=60)
-    assert (run.returncode, err) == (0, "megabatch: SIGINT: the run stops after this update; again ends it now\n")
+    assert (run.returncode, err) == (
+        0,
+        "megabatch: SIGINT: the run stops after this update; another, a second later, ends it now\n",
+    )
     assert out.splitlines()[-1].startswith("stopped by SIGINT after update ")
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)  # nobody is left

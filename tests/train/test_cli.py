@@ -1,9 +1,12 @@
 """The command line as a user meets it: exit statuses, one line on stderr, nothing half-written."""
 
+import io
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from megabatch.errors import install_command
 from megabatch.train.cli import front
 from megabatch.train.cli.help import print_help
 from megabatch.train.config.keys import known_keys
+from megabatch.train.runtime import signals
 from megabatch.train.runtime.signals import StopSignal
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.processes import Run
@@ -133,6 +137,25 @@ def test_an_interrupt_while_torch_is_imported_is_no_traceback(
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code, capsys.readouterr().err) == (130, "\n")
+
+
+def test_a_second_signal_is_heard_where_nobody_reads_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(signals, "leave_now", left.append)
+    monkeypatch.setattr(signals, "SECONDS_OF_ONE", -1.0)
+    stop = StopSignal(speaks=True)
+    stop.has_begun = True
+    closed = io.StringIO()
+    closed.close()
+    with monkeypatch.context() as context, stop.handling():
+        context.setattr(sys, "stderr", closed)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+        deadline = time.monotonic() + 10
+        while not left and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert left == [128 + signal.SIGTERM]
 
 
 def test_the_end_of_a_run_does_not_wait_for_processes_that_it_forked() -> None:

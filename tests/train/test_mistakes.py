@@ -120,6 +120,8 @@ MISTAKES = {  # command -> what it gets
     "train recipe.toml --tracking.trackers=mlflow": "which is not installed; pip install",
     "plan recipe.toml --layout": "unknown option --layout; the nearest one is --layouts",
     "plan recipe.toml --worlds=2": "unknown option --worlds; the nearest one is --world",
+    "train recipe.toml -trust": "unknown option -trust; the nearest one is --trust",
+    "plan recipe.toml --max_length=512": "unknown key max_length … data.max_sample_tokens",
     "plan recipe.toml --world many": "--world is 'many'; it must be a whole number of at least 1",
     # the other commands
     "init new.toml --data chat.csv": "'chat.csv', and there is no such file (chats.csv comes nearest)",
@@ -130,8 +132,9 @@ MISTAKES = {  # command -> what it gets
 }
 
 
-LONG = "a" * 5000
+LONG, MANY = "a" * 5000, "9" * 5000
 MISTAKES[f"train recipe.toml --data.text_field={LONG}"] = "only 'text', 'other'; set data.text_field"
+MISTAKES[f"plan recipe.toml --world={MANY}"] = "--world is '9999 … it must be a whole number of at least 1"
 
 
 @pytest.fixture
@@ -143,7 +146,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", MISTAKES, ids=lambda words: words.replace(LONG, "LONG"))
+@pytest.mark.parametrize("words", MISTAKES, ids=lambda words: words.replace(LONG, "LONG").replace(MANY, "MANY"))
 def test_a_mistake_gets_one_line(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = words.split()
     status = front.run(arguments)

@@ -8,7 +8,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_named
 from megabatch.train.cli.arguments import COMMANDS, options_of
 from megabatch.train.config import Config, SourceConfig
-from megabatch.train.config.keys import nearest
+from megabatch.train.config.keys import FOREIGN_KEYS, nearest
 from megabatch.train.config.recipe import load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths, near
 from megabatch.train.data.sources import KINDS, ending_of, find_files
@@ -58,9 +58,9 @@ def check_options(name: str, overrides: Sequence[str]) -> None:
     """Raise for a word that is nearly an option of the command; every key of a recipe has a dot."""
     known = [option for options in options_of(COMMANDS[name]) for option in options]
     for word in overrides:
-        option = word.removeprefix("--").partition("=")[0]
-        if "." not in option and (found := nearest(option, known)) is not None:
-            raise MegabatchError(f"unknown option --{option}; the nearest one is --{found}")
+        option = word.lstrip("-").partition("=")[0]
+        if "." not in option and option not in FOREIGN_KEYS and (found := nearest(option, known)) is not None:
+            raise MegabatchError(f"unknown option {word.partition('=')[0]}; the nearest one is --{found}")
 
 
 def is_published(name: str, arguments: Sequence[str]) -> bool:

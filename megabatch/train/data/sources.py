@@ -156,7 +156,7 @@ def files_named(name: str, asked: Kind | None, key: str) -> SourceFiles:
     if not paths and asked is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
         return SourceFiles("hub", (name,))
     if not paths:
-        where = "" if Path(name).is_absolute() else f": relative to {Path.cwd()}, not to the recipe"
+        where = "" if path.is_absolute() else f": it is relative to the current folder, {Path.cwd()}"
         raise MegabatchError(
             f"{key}.path is {name!r}, and there is no such file{near(path)}; set it to what is to be read{where}"
         )

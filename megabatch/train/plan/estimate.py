@@ -126,17 +126,24 @@ class Estimate:
     traffic_seconds: float  # that overlaps with computation
     awaited_seconds: float = 0.0  # of collectives that a layer waits for
     bubble: float = 0.0  # time that a pipeline's rank waits for others, as a fraction of the time that it computes
+    copy_seconds: float = 0.0  # of offloaded shards over PCIe, beside computing
 
     @property
     def seconds(self) -> float:
         """Seconds of an update."""
-        busy = busy_seconds(self.compute_seconds, 0.0, self.traffic_seconds)
-        return (1 + self.bubble) * busy + self.awaited_seconds
+        return (1 + self.bubble) * max(self._busy_seconds, self.copy_seconds) + self.awaited_seconds
 
     @property
     def bound(self) -> str:
         """The limit of the speed."""
-        return "traffic" if self.traffic_seconds + self.awaited_seconds > self.compute_seconds else "compute"
+        traffic_seconds = self.traffic_seconds + self.awaited_seconds
+        if self.copy_seconds > max(self._busy_seconds, traffic_seconds):
+            return "PCIe"
+        return "traffic" if traffic_seconds >= self._busy_seconds else "compute"
+
+    @property
+    def _busy_seconds(self) -> float:
+        return busy_seconds(self.compute_seconds, 0.0, self.traffic_seconds)
 
 
 def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str, world: int) -> ModelSizes:
@@ -253,8 +260,7 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
     if sizes.is_sharded:
         traffic_seconds += _num_collectives(choice, sizes) * device.latency_seconds(ranks[: sizes.num_shards], 1)
-    if sizes.offloads:
-        traffic_seconds = max(traffic_seconds, _offloaded_bytes(choice, sizes) / device.pcie_bytes_per_second)
+    offloaded_bytes = _offloaded_bytes(choice, sizes) if sizes.offloads else 0
     copied_bytes = COPIES * _num_gathered(choice, sizes) * sizes.compute_bytes if sizes.is_sharded else 0
     compute_seconds = flops / device.flops_per_second(sizes.dtype) + copied_bytes / device.memory_bytes_per_second
     awaited_bytes, awaited_seconds = (
@@ -265,7 +271,7 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     )
     return Estimate(
         int(_peak_bytes(choice, sizes, tokens)), int(sent_bytes + awaited_bytes), compute_seconds, traffic_seconds,
-        awaited_seconds * choice.fill,
+        awaited_seconds * choice.fill, copy_seconds=offloaded_bytes / device.pcie_bytes_per_second,
     )  # fmt: skip
 
 

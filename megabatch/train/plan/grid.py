@@ -233,28 +233,31 @@ def build_grid(
     if "model.activation_checkpointing" in stated or config.model.function is not None:  # a module may not have it
         recomputes = (own,)
     lengths = UpdateLengths(updates, length_tokens, config.update.one_row, config.parallel) if updates else None
-    limits = _limits(config, stated, samples_per_rank, length_tokens)
-    cap = config.update.max_microbatch_tokens
-    if lengths is not None and isinstance(cap, int) and cap >= length_tokens:
-        limits.append(Limit(min(samples_per_rank, -(-cap // length_tokens)), cap))
+    limits = _limits(config, stated, samples_per_rank, length_tokens, is_ragged=lengths is not None)
     filled = int if config.parallel.pp == 1 else partial(filled_up, config.parallel)
     return Grid(
         samples_per_rank, tuple(limits), syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths, filled
     )
 
 
-def _limits(config: Config, stated: Collection[str], samples_per_rank: int, length_tokens: int) -> list[Limit]:
-    """Return powers of two, the recipe's own size and all of a rank's samples, or as many of the longest's tokens."""
+def _limits(
+    config: Config, stated: Collection[str], samples_per_rank: int, length_tokens: int, *, is_ragged: bool
+) -> list[Limit]:
+    """Return the recipe's own limit, powers of two and all of a rank's samples; in tokens, those of the longest."""
     own, cap = config.update.micro_batch_size, config.update.max_microbatch_tokens
     if own is not None and "update.micro_batch_size" in stated:
         return [Limit(min(own, samples_per_rank))]
-    most = samples_per_rank
-    if isinstance(cap, int):
-        own = cap // length_tokens
-        most = min(own, most) if "update.max_microbatch_tokens" in stated else most
-    powers = [2**power for power in range(samples_per_rank.bit_length())]
-    sizes = sorted({size for size in (*powers, own or 1, samples_per_rank) if size <= most})
-    return [Limit(size, None if cap is None else size * length_tokens) for size in sizes]
+    powers = {2**power for power in range(samples_per_rank.bit_length())}
+    sizes = sorted({size for size in (*powers, own or 1, samples_per_rank) if size <= samples_per_rank})
+    if cap is None:
+        return [Limit(size) for size in sizes]
+    limits = [Limit(size, size * length_tokens) for size in sizes]
+    if isinstance(cap, int) and cap >= length_tokens:
+        num_rows = -(-cap // length_tokens) if is_ragged else cap // length_tokens
+        is_bound = "update.max_microbatch_tokens" in stated
+        smaller = [each for each in limits if not is_bound or each.micro_batch_size * length_tokens <= cap]
+        limits = [Limit(min(num_rows, samples_per_rank), cap), *smaller]
+    return limits
 
 
 def _is_fused(config: Config) -> bool:

@@ -10,6 +10,8 @@ from megabatch.simulate import Device, device_named
 from megabatch.train.autotune.device_file import read_device
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
 
+MOST_DIGITS = 18  # of a count
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -73,8 +75,8 @@ def _read_device(text: str) -> Device:
 
 
 def _read_count(name: str, text: str, *, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise MegabatchError(f"--{name} is {text!r}; it must be a whole number of at least {least}")
+    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
+        raise MegabatchError(f"--{name} is {text[:40]!r}; it must be a whole number of at least {least}")
     return int(text)
 
 

@@ -37,6 +37,7 @@ class Work:
     compute: float
     host: float  # to launch operations
     traffic: float  # that overlaps with computation
+    copies: float  # over PCIe
     awaited: float
     compute_of_step: float
     host_of_step: float
@@ -163,7 +164,7 @@ def _work_of(found: Simulated) -> Work:
     launches = step.host_seconds - step.cpu_seconds
     bubble = idle / (found.seconds - idle)
     return Work(
-        found.compute_seconds, host - step.cpu_seconds, max(overlapped, copies), awaited, step.compute_seconds,
+        found.compute_seconds, host - step.cpu_seconds, overlapped, copies, awaited, step.compute_seconds,
         launches, step.cpu_seconds, bubble,
     )  # fmt: skip
 
@@ -331,11 +332,12 @@ class _Search:
         host = (work.host - work.host_of_step) * microbatches * forwards * layers
         is_alike = near.simulator is candidate.simulator
         traffic = mine.traffic_seconds * (_ratio(work.traffic, other.traffic_seconds) if is_alike else 1)
+        copies = mine.copy_seconds * (_ratio(work.copies, other.copy_seconds) if is_alike else 1)
         awaited = mine.awaited_seconds * (_ratio(work.awaited, other.awaited_seconds) if is_alike else 1)
         bubble = mine.bubble * (_ratio(work.bubble, other.bubble) if is_alike else 1)
         is_cpu = candidate.simulator.device.is_cpu
         busy = busy_seconds(compute + work.compute_of_step, host + work.host_of_step, traffic, is_cpu=is_cpu)
-        return busy * (1 + bubble) + awaited + work.cpu_of_step
+        return max(busy, copies) * (1 + bubble) + awaited + work.cpu_of_step
 
     def _margined_bytes(self, candidate: _Candidate, near: _Candidate) -> int:
         return with_margin(self._needed_bytes(candidate, near), candidate.simulator.device)

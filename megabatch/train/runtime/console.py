@@ -40,8 +40,9 @@ SECONDS_BETWEEN_WRITES = 0.25  # of the log, and of the bar: lines of faster upd
 
 def failure_text(error: BaseException) -> str:
     """Return the line of a failure. A value of thousands of characters in it loses those in the middle."""
-    text, half = f"megabatch: {error}", MOST_CHARACTERS // 2
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    text, gap = f"megabatch: {error}", " ... "
+    half = (MOST_CHARACTERS - len(gap)) // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]}{gap}{text[-half:]}"
 
 
 class FailedError(Exception):

@@ -193,9 +193,9 @@ def _end_with_others(rendezvous: Rendezvous) -> None:
 
 
 def interruption_text(number: int, folder: str) -> str:
-    """Return the message for a command that a signal ends. ``folder`` is that of a run, if it has been written."""
+    """Return the message for a command that a signal ends. ``folder`` is that of a run, which may not be there yet."""
     line = f"megabatch: ended by {signal.Signals(number).name}"
-    if not os.path.isdir(folder):
+    if not os.path.isfile(os.path.join(folder, "config.toml")):
         return line
     return f"{line}; `megabatch train {shlex.quote(folder)}` resumes from the last checkpoint, or begins again"
 

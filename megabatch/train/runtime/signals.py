@@ -34,7 +34,7 @@ class StopSignal:
     """The signal that stops this run, if any.
 
     Args:
-        speaks: Print a message if a second signal ends this process; the other ranks cannot be asked by then.
+        speaks: Print what a signal does, without asking the other ranks; only one of them speaks.
         folder: Of the run, which a message names.
     """
 
@@ -103,7 +103,7 @@ class StopSignal:
                     threading.Thread(target=self._leave_soon, args=(number,), daemon=True).start()
                 elif self._speaks:
                     name = signal.Signals(number).name
-                    print(f"megabatch: {name}: the run stops after this update; again ends it now", file=sys.stderr)
+                    _say(f"megabatch: {name}: the run stops after this update; another, a second later, ends it now")
             elif time.monotonic() - first > SECONDS_OF_ONE:
                 self._leave(number)
 
@@ -114,9 +114,14 @@ class StopSignal:
 
     def _leave(self, number: int) -> NoReturn:
         if self._speaks:
-            print(interruption_text(number, self._folder), file=sys.stderr, flush=True)
+            _say(interruption_text(number, self._folder))
         leave_now(128 + number)
 
     def _after_fork(self) -> None:
         if not self._ended.is_set():
             ignore_signals_in_worker()
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more
+        print(line, file=sys.stderr, flush=True)
