@@ -2,6 +2,7 @@
 
 import calendar
 import inspect
+import time
 
 import torch
 import torch.distributed as dist
@@ -27,4 +28,5 @@ for batch in DataLoader([{"input_ids": t, "labels": t} for t in texts], batch_sa
     update = learner.optim_step()
     if rank == 0:
         print(f"loss {update.loss:.3f}  {update.num_samples} samples on {num_ranks} ranks")
+time.sleep(0.1)  # a thread of gloo that holds the last all-reduce aborts a process that ends before it
 dist.destroy_process_group()
