@@ -22,8 +22,8 @@ from tests.memory.runs import MALLOC, Run, honest_malloc, predicted
 
 MEGABYTE = 10**6
 CLAIM = (
-    "the peak of an update's memory is predicted without running it, at 96 to 100 % of what its process takes in "
-    "float32 and 86 to 90 % in bfloat16; the rest is scratch of libraries, which differs by processor"
+    "the peak of an update's memory is predicted without running it, at 95 to 100 % of what its process takes, in "
+    "float32 and in bfloat16; the rest is scratch of libraries, which differs by processor"
 )
 RUNS = [
     Run(),

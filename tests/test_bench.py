@@ -312,7 +312,7 @@ def test_the_committed_memory_is_of_the_runs_that_are_measured_and_is_what_it_is
     ratios = {row["run"]: row["ratio"] for row in found["rows"]}
     assert (found["claim"], list(ratios)) == (memory.CLAIM, list(map(str, memory.RUNS)))
     for name, ratio in ratios.items():
-        assert (0.95 if ":float32:" in name else 0.85) < ratio <= 1.0, name
+        assert 0.95 < ratio <= 1.0, name
 
 
 @pytest.mark.parametrize(

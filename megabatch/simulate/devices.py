@@ -198,6 +198,7 @@ FREE = {  # operations that move no bytes, besides torch's views
     aten.set_,
     aten.resize_,
 }
+PROMOTING = {aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_}
 
 
 class Cost(NamedTuple):
@@ -225,6 +226,20 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any,
     is_attention = "scaled_dot_product" in str(packet_of(func))
     arithmetic = flops / device.flops_per_second(next(tensors_in((result,))).dtype, is_attention=is_attention)
     return Cost(flops, max(moving, arithmetic), arithmetic > moving)
+
+
+def cast_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Return the bytes of the copies that a CPU makes of an operation's operands, in the dtype of its arithmetic.
+
+    A GPU casts inside of its kernel (`TensorIteratorBase::compute_types` in torch).
+    """
+    if packet_of(func) not in PROMOTING or not all(isinstance(each, Tensor) for each in args[:2]):
+        return 0
+    one, other = args[:2]
+    if one.dtype == other.dtype:
+        return 0
+    dtype = torch.result_type(one, other)
+    return sum(each.numel() * dtype.itemsize for each in (one, other) if each.dtype != dtype)
 
 
 def written_by(func: Any, args: Sequence[Any]) -> list[Any]:

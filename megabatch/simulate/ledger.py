@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megabatch.simulate.allocator import ROUND_BYTES, Event
-from megabatch.simulate.devices import CONTENTION, DEVICES, Device, busy_seconds, cost_of, tensors_in
+from megabatch.simulate.devices import CONTENTION, DEVICES, Device, busy_seconds, cast_bytes, cost_of, tensors_in
 from megabatch.simulate.traffic import SEND, Collective, Key, Sent, count_traffic, parse_collective
 from megabatch.torch_private import (
     WAIT,
@@ -359,6 +359,10 @@ class Ledger(UncompiledMode, TorchDispatchMode):
             self._count_collective(collective)
         if self._is_in_kernel:
             return result
+        if self.device.is_cpu and (num_bytes := cast_bytes(func, args)):
+            copy = _Storage(0, "temporaries", 0)
+            self._resize(copy, -(-num_bytes // ROUND_BYTES) * ROUND_BYTES)
+            self._resize(copy, 0)
         device = self.device.host if is_of_host else self.device
         cost, record = cost_of(func, args, kwargs, result, device), self.log.record
         self._seconds += cost.seconds

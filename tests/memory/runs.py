@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ class Real:
 def measured(name: str) -> dict[str, Any]:
     """The job of a run: the high-water mark of resident memory in one update, above what was there before."""
     run = Run.parse(name)
-    Real(Run("toy", *name.split(":")[1:2], 1, 8, 2)).update()  # loads what code and libraries need
+    Real(replace(run, size="toy", rows=1, tokens=8, microbatches=2)).update()  # loads what code and libraries need
     before = memory_bytes("VmRSS")
     real = Real(run)
     for _ in range(run.steady_after):

@@ -204,3 +204,17 @@ def test_steps_that_do_not_repeat_are_not_multiplied(phase: str, more: tuple[int
         for sizes in ((512, 1024, 4096), (512, 1024, *more, 4096))
     )
     assert (align(shorter, longer) is not None) == aligns
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_a_cpu_casts_operands_to_the_common_dtype_first(fake: bool) -> None:
+    """A GPU does so inside of its kernel."""
+    peaks: list[int] = []
+    for device in ("cpu", "h100-80g"):
+        with FakeTensorMode() if fake else torch.enable_grad(), Ledger(DEVICES[device]) as ledger:
+            total, part = ones(8), ones(8).bfloat16()
+            ledger.enter_phase("one", "activations")
+            total.add_(part).mul_(2.0).add_(total)
+            peaks.append(ledger.log.phases["one"].peak_bytes)
+            assert ledger.log.total_bytes == 12 * KIBI
+    assert peaks == [20 * KIBI, 12 * KIBI]
