@@ -1,4 +1,4 @@
-"""How often the search of `megabatch plan` finds the best choice, beside simulating every choice.
+"""Compare the search of `megabatch plan` with simulating every choice.
 
     python -m benchmarks.plan_search                      # half an hour of one core
     python -m benchmarks.plan_search --recipes 2          # a part, of which nothing is written
@@ -7,7 +7,7 @@ Sixteen recipes with ten memory limits each, from the least that any choice need
 """
 
 import argparse
-from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,19 @@ RECIPES: dict[str, tuple[dict[str, Any], int, str, dict[str, Any]]] = {  # model
 SAMPLES_PER_RANK = 8
 
 
-def build(name: str) -> Simulator:
+@dataclass(frozen=True)
+class RememberingSimulator(Simulator):
+    """A recipe whose choices are simulated once each."""
+
+    simulated: dict[Choice, Simulated] = field(default_factory=dict[Choice, Simulated])
+
+    def simulate(self, choice: Choice) -> Simulated:
+        if choice not in self.simulated:
+            self.simulated[choice] = super().simulate(choice)
+        return self.simulated[choice]
+
+
+def build(name: str) -> RememberingSimulator:
     """Return a recipe, ready to be simulated; ragged ones have lengths from a log-normal distribution."""
     model, world, device, keys = RECIPES[name]
     config = Config.model_validate({
@@ -66,19 +78,12 @@ def build(name: str) -> Simulator:
     lengths = np.random.default_rng(0).lognormal(6.0, 0.8, (NUM_UPDATES, SAMPLES_PER_RANK * world))
     updates = tuple(tuple(int(each) for each in row) for row in lengths.clip(8, LENGTH_TOKENS))
     sample = LongestSample(found.fields, found.length_tokens, found.source, updates=updates if "ragged" in name else ())
-    return build_simulator(config, request, console, sample)
+    simulator = build_simulator(config, request, console, sample)
+    return RememberingSimulator(**{each.name: getattr(simulator, each.name) for each in fields(simulator)})
 
 
-def compare(simulator: Simulator, simulate: Callable[[Simulator, Choice], Simulated]) -> dict[str, Any]:
+def compare(simulator: RememberingSimulator) -> dict[str, Any]:
     """Return how often a search finds the best choice, and how much slower its choice is where it does not."""
-    simulated: dict[Choice, Simulated] = {}
-
-    def once(each: Simulator, choice: Choice) -> Simulated:
-        if choice not in simulated:
-            simulated[choice] = simulate(each, choice)
-        return simulated[choice]
-
-    Simulator.simulate = once  # type: ignore[method-assign]
     choices = simulator.grid.choices()
     rows = [run_simulation(simulator, 2**62, choice) for choice in choices]
     most, least = max(row.margined_bytes for row in rows), min(row.margined_bytes for row in rows)
@@ -103,9 +108,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", type=int, default=len(RECIPES))
     asked = parser.parse_args()
-    simulate, rows = Simulator.simulate, list[dict[str, Any]]()
+    rows: list[dict[str, Any]] = []
     for name in list(RECIPES)[: asked.recipes]:
-        rows.append({"recipe": name, **compare(build(name), simulate)})
+        rows.append({"recipe": name, **compare(build(name))})
         print(f"{name:32} {rows[-1]['found']} of {NUM_LIMITS}, worst {max(rows[-1]['slower']):.2%}", flush=True)
     num_found, worst = sum(row["found"] for row in rows), max(max(row["slower"]) for row in rows)
     print(f"{num_found} of {NUM_LIMITS * len(rows)} searches find the best choice; the worst is {worst:.2%} slower")

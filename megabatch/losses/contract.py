@@ -180,13 +180,13 @@ def terms_of(returned: Any) -> dict[str, Term]:
         pairs = [(PAIR_NAME, "the loss", returned)]
     terms: dict[str, Term] = {}
     for name, source, pair in pairs:
-        if isinstance(pair, Tensor) or not isinstance(pair, tuple | list):
-            if not isinstance(pair, Tensor):
-                raise LossContractError(f"{source} is a {type(pair).__name__}; {EXPECTED}")
+        if isinstance(pair, Tensor):
             wrapped = ", or wrap it in megabatch.mean" if pair.ndim == 0 and name == PAIR_NAME else ""
             raise LossContractError(
                 f"{source} is a tensor of shape {tuple(pair.shape)}, perhaps a mean; {EXPECTED}{wrapped}"
             )
+        if not isinstance(pair, tuple | list):
+            raise LossContractError(f"{source} is a {type(pair).__name__}; {EXPECTED}")
         if len(cast(tuple[Any, ...], pair)) != 2:
             raise LossContractError(f"{source} is a tuple of {len(cast(tuple[Any, ...], pair))}; {EXPECTED}")
         total, weight = cast(tuple[Any, Any], pair)

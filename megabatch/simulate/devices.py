@@ -198,6 +198,7 @@ FREE = {  # operations that move no bytes, besides torch's views
     aten.set_,
     aten.resize_,
 }
+# Operations whose operands a CPU casts to one dtype before it computes.
 PROMOTING = {aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_}
 
 

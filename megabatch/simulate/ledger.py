@@ -104,10 +104,12 @@ class Phase:
     @property
     def seconds(self) -> float:
         """Seconds of the phase; traffic overlaps with computing, except for what computing waits for."""
-        busy = busy_seconds(
-            self.fill * self.compute_seconds, self.host_seconds, self.overlapped_seconds, is_cpu=self.is_cpu
-        )
-        return max(busy, self.copy_seconds) + self.fill * self.awaited_seconds + self.idle_seconds
+        return max(self._busy_seconds, self.copy_seconds) + self.fill * self.awaited_seconds + self.idle_seconds
+
+    @property
+    def _busy_seconds(self) -> float:
+        computing = self.fill * self.compute_seconds
+        return busy_seconds(computing, self.host_seconds, self.overlapped_seconds, is_cpu=self.is_cpu)
 
     @property
     def overlapped_seconds(self) -> float:
@@ -120,14 +122,12 @@ class Phase:
         """The limit of the speed: "compute", "memory bandwidth", "launches", "host", "PCIe", "traffic" or "bubble"."""
         if self.idle_seconds > self.seconds - self.idle_seconds:
             return "bubble"
-        computing = self.fill * self.compute_seconds + CONTENTION * self.overlapped_seconds
-        busy = self.host_seconds + computing if self.is_cpu else max(self.host_seconds, computing)
         traffic_seconds = self.overlapped_seconds + self.fill * self.awaited_seconds
-        if self.copy_seconds > max(busy, traffic_seconds):
+        if self.copy_seconds > max(self._busy_seconds, traffic_seconds):
             return "PCIe"
-        if traffic_seconds > busy:
+        if 0 < self._busy_seconds <= traffic_seconds:
             return "traffic"
-        if self.host_seconds > computing:
+        if self.host_seconds > self.fill * self.compute_seconds + CONTENTION * self.overlapped_seconds:
             return "host" if 2 * self.cpu_seconds > self.host_seconds else "launches"
         return "compute" if 2 * self.arithmetic_seconds >= self.compute_seconds else "memory bandwidth"
 
@@ -161,16 +161,17 @@ class MemoryLog:
 
     Args:
         on_host: Categories in the host's memory; only ``host_bytes`` counts them.
+        is_cpu: Launches come before computing in every phase, not beside it.
     """
 
-    def __init__(self, on_host: Iterable[str] = ()) -> None:
-        self.on_host = {*on_host, HOST}
+    def __init__(self, on_host: Iterable[str] = (), *, is_cpu: bool = False) -> None:
+        self.on_host, self._is_cpu = {*on_host, HOST}, is_cpu
         self.total_bytes = self.host_bytes = self.host_peak_bytes = self.steady_bytes = 0
         self.held: Counter[str] = Counter()  # bytes by category
         self.phases: dict[str, Phase] = {}
         self.history: list[Moment] = []
         self.steps: list[Step] = []
-        self.record = Phase()  # of the current phase
+        self.record = Phase(is_cpu=is_cpu)  # of the current phase
         self._phase = ""
         self._was_rising = True
 
@@ -188,13 +189,14 @@ class MemoryLog:
                 self.held[step.before] -= step.num_bytes
                 self.held[step.category] += step.num_bytes
         elif step.kind == PHASE:
-            self._phase, self.record = step.category, self.phases.setdefault(step.category, Phase())
+            self._phase = step.category
+            self.record = self.phases.setdefault(step.category, Phase(is_cpu=self._is_cpu))
             self._raise_peak()
         else:
             self.phases.clear()
             self.history.clear()
             self.host_peak_bytes, self.steady_bytes = self.host_bytes, self.total_bytes
-            self.record = Phase()
+            self.record = Phase(is_cpu=self._is_cpu)
 
     def record_moment(self, seconds: float) -> None:
         """Record the memory where it stops rising or falling; every peak is such a point."""
@@ -258,7 +260,8 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         on_host: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self.device, self.axes, self.log = device, dict(axes or {}), MemoryLog(on_host)
+        self.device, self.axes = device, dict(axes or {})
+        self.log = MemoryLog(on_host, is_cpu=device.is_cpu)
         self.category = "activations"
         self._seconds = 0.0
         self._storages: dict[int, _Storage] = {}  # by address
@@ -274,7 +277,6 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         self.category = category
         self._copied = dict.fromkeys(self._copied, 0)
         self.log.add(Step(PHASE, category=name, seconds=self._seconds))
-        self.log.record.is_cpu = self.device.is_cpu
 
     def begin(self) -> None:
         """Clear the record, but not the memory that is held."""

@@ -39,7 +39,7 @@ def extend(shallow: Simulated, deeper: Simulated, num_blocks: int) -> Simulated 
     steps = next((found for found in tried if found is not None), None)
     if steps is None or shallow.phases.keys() != deeper.phases.keys():
         return None
-    log = MemoryLog(shallow.on_host)
+    log = MemoryLog(shallow.on_host, is_cpu=shallow.device.is_cpu)
     for step in steps:
         log.add(step)
     log.record_moment(steps[-1].seconds)
@@ -73,7 +73,6 @@ def _add_work(phase: Phase, shallow: Phase, deeper: Phase, num_blocks: int) -> N
     """Give a phase the arithmetic and the traffic of its layers."""
     for name in WORK:
         setattr(phase, name, _grown(getattr(shallow, name), getattr(deeper, name), num_blocks))
-    phase.is_cpu = deeper.is_cpu
     phase.sent = {
         key: sent.times_plus(num_blocks, shallow.sent[key].times_plus(1 - num_blocks) if key in shallow.sent else None)
         for key, sent in deeper.sent.items()
