@@ -481,7 +481,7 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
 def test_between_all_and_nothing_the_smaller_fit(recipe: Path) -> None:
     """A microbatch of eight needs more than is there, one of one does not."""
     peaks = {row.choice: row.peak_bytes for row in planned(recipe, device="cpu") if row.by == SIMULATION}
-    limit = sorted(peaks.values())[len(peaks) // 2]
+    limit = sorted(peaks.values())[(len(peaks) - 1) // 2]
     rows = planned(recipe, device="cpu", memory=f"{limit}B")
     assert {row.fits for row in rows} == {YES, NO}
     for row in rows:
@@ -685,7 +685,9 @@ def test_without_a_length_the_data_are_read(bench: Bench, capsys: pytest.Capture
     """Memory is that of the longest sample, and time that of the lengths, which are shorter."""
     values = {"data__cache": bench.path / "cache", "model__config__n_layer": 1}
     rows = planned(bench.recipe, **values)
-    assert {row.microbatch_tokens // row.choice.micro_batch_size for row in rows} == {136}
+    by_samples = [row for row in rows if row.choice.limit_tokens is None]
+    assert {row.microbatch_tokens // row.choice.micro_batch_size for row in by_samples} == {136}
+    assert {row.microbatch_tokens for row in rows if row not in by_samples} == {256}  # the recipe's own limit
     capsys.readouterr()
     plan(bench.recipe, arguments(**values))
     assert "; time by 4 updates of " in capsys.readouterr().out
