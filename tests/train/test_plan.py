@@ -685,9 +685,10 @@ def test_without_a_length_the_data_are_read(bench: Bench, capsys: pytest.Capture
     """Memory is that of the longest sample, and time that of the lengths, which are shorter."""
     values = {"data__cache": bench.path / "cache", "model__config__n_layer": 1}
     rows = planned(bench.recipe, **values)
-    by_samples = [row for row in rows if row.choice.limit_tokens is None]
-    assert {row.microbatch_tokens // row.choice.micro_batch_size for row in by_samples} == {136}
-    assert {row.microbatch_tokens for row in rows if row not in by_samples} == {256}  # the recipe's own limit
+    own = [row for row in rows if row.microbatch_tokens == 256]  # the recipe's own limit, two samples at most
+    assert own and {row.choice.micro_batch_size for row in own} == {2}
+    others = [row for row in rows if row not in own]
+    assert {row.microbatch_tokens // row.choice.micro_batch_size for row in others} == {136}
     capsys.readouterr()
     plan(bench.recipe, arguments(**values))
     assert "; time by 4 updates of " in capsys.readouterr().out
