@@ -477,9 +477,8 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
         plan(recipe, [*little, "--chart", str(recipe.with_suffix(".png"))])
 
 
-@pytest.mark.slow
 def test_between_all_and_nothing_the_smaller_fit(recipe: Path) -> None:
-    """A microbatch of eight needs more than is there, one of one does not."""
+    """With the memory of the smaller of two simulated updates, the larger one does not fit."""
     peaks = {row.choice: row.peak_bytes for row in planned(recipe, device="cpu") if row.by == SIMULATION}
     limit = sorted(peaks.values())[(len(peaks) - 1) // 2]
     rows = planned(recipe, device="cpu", memory=f"{limit}B")
@@ -680,7 +679,6 @@ def test_a_folder_with_nothing_but_a_config_is_planned(recipe: Path, tmp_path: P
         check_paths(load_config(recipe, []))
 
 
-@pytest.mark.slow
 def test_without_a_length_the_data_are_read(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """Memory is that of the longest sample, and time that of the lengths, which are shorter."""
     values = {"data__cache": bench.path / "cache", "model__config__n_layer": 1}
