@@ -974,7 +974,8 @@ class GradientAccumulator:
             raise MegabatchError(f"{LOST}; give its samples again")
         if self._open is None or self._running:
             raise MegabatchError(
-                "finalize() was called and no update is open: call forward_backward() before, and again if it raised"
+                "finalize() was called and no update is open: call forward_backward(), or run a loop of microbatches, "
+                "before, and again if it raised"
             )
         check_positive(max_norm=max_norm, weight=weight)
         if self._loop is not None:

@@ -93,7 +93,7 @@ class ErrorBroadcast:
                 self._tell(f"{who}{error}", error.shortage)
                 _abort()  # nothing of this process keeps the others then
             return error
-        is_own = body is not None and not _is_of_message(error)
+        is_own = body is not None and not is_of_message(error)
         if self._heard is None and answers and not is_own:
             self._in_a_thread(self._look, SECONDS_TO_ANSWER)
         if self._heard is not None and not is_own:
@@ -217,7 +217,7 @@ def is_of_backend(error: BaseException) -> bool:
     return isinstance(_first_cause(error), dist.DistBackendError)
 
 
-def _is_of_message(error: BaseException) -> bool:
+def is_of_message(error: BaseException) -> bool:
     """Return True for an error of a message between ranks, which may be the consequence of another rank's error."""
     first = _first_cause(error)
     return isinstance(first, dist.DistError) or (isinstance(first, RuntimeError) and "gloo" in str(first))

@@ -67,8 +67,9 @@ def run_schedule(
 ) -> dict[str, Term]:  # fmt: skip
     """Add a call's gradient to the open update. Return its sums, the same on every stage.
 
-    An error of the loss or of a stage is raised on all ranks after the last schedule step. A stage that fails in the
-    middle of its wrapper's collectives keeps its data ranks waiting, as it does without a pipeline.
+    An error of the loss or of a stage is raised on all ranks after the last schedule step. A stage that other ranks
+    hold too and wait for (FSDP2, DDP, context parallelism) ends the step when it fails, and the error broadcast tells
+    all ranks.
     """
     assert isinstance(wrapper, PipelineWrapper)
     model, device = wrapper.pipeline, wrapper.device

@@ -20,8 +20,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.batching.pad_to_shape import Inputs, Shape, difference, meta_tensors
-from megabatch.engine.error_broadcast import is_out_of_memory
-from megabatch.errors import MegabatchError, PlanError
+from megabatch.engine.error_broadcast import is_of_message, is_out_of_memory
+from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.pipeline.tied import TiedParameters
 from megabatch.planning.partition import MOST_STEPS
 from megabatch.torch_private import is_fsdp2, is_replicate_module, original_of, pytree, run_schedule
@@ -141,6 +141,7 @@ class Pipeline(SelfWrapped):
             self.stages.add_module(str(index), stage)
         self.last_rank = 0 if self.kind.goes_back else ranks - 1  # along "pp", where the loss is computed
         self.failure: tuple[int, Exception] | None = None  # first error of the last call, with its stage
+        self.ranks_meet = False  # those that hold the same stage wait for each other in its forward or backward
         self.structure: pytree.TreeSpec | None = None  # of the last stage's output
         # By shape and number of microbatches, the last used at the end.
         self._schedules: OrderedDict[object, Any] = OrderedDict()
@@ -214,6 +215,10 @@ class Pipeline(SelfWrapped):
         args, kwargs = [each.args for each in inputs], [each.kwargs for each in inputs]
         try:
             run_schedule(schedule, args, kwargs, backward=backward)
+        except RuntimeError as error:  # torch wraps what a stage raises
+            if isinstance(cause := error.__cause__, MegabatchError):
+                raise cause from cause.__cause__
+            raise
         finally:
             self._loss = None
 
@@ -281,8 +286,13 @@ class _Stage(PipelineStage):
                 returned = tuple(leaves)
             self._check(returned)
         except Exception as error:  # the other ranks wait for the step, so finish it
-            if is_out_of_memory(error):  # the error broadcast reports it
+            if is_out_of_memory(error) or is_of_message(error):  # the error broadcast reports it
                 raise
+            if self._pipeline.ranks_meet:  # this rank has left the stage's collectives half-way
+                seen = error if isinstance(error, MegabatchError) else in_one_line(error)
+                failed = MegabatchError(f"stage {self.stage_index} failed ({seen}); mend that, and start again")
+                failed.strands_others = True  # the error broadcast tells them
+                raise failed from error
             self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
             zeros = (torch.zeros_like(each, device=self.device) for each in self._outputs)
             return tuple(each + nothing_of((args, kwargs)) if each.is_floating_point() else each for each in zeros)
@@ -350,6 +360,8 @@ class PipelineWrapper(MultiModelWrapper):
         # No DTensor describes the parameters of other stages.
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
+        meet = self.forwards_meet or self._ddps or self.ranks.context_groups
+        pipeline.ranks_meet = bool(meet) and self.ranks.num_all > self.stage_ranks.num_all
         pipeline.agree_on_tied()
         if pipeline.tied is not None:
             self.uncounted = pipeline.tied.uncounted

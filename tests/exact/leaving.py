@@ -7,13 +7,14 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,6 +41,9 @@ class Job:
         when = {self.index: (self.phase, 1)} if dist.get_rank() == self.culprit else {}
         if self.wrapper == "pp":
             self._pipelined(when)
+            return
+        if self.wrapper.startswith("pp-"):
+            self._stage_fails()
             return
         if self.wrapper in ("unused", "passed-by"):
             self._unreduced()
@@ -87,11 +91,30 @@ class Job:
                 part.scale(gradient.model(torch.ones(1, 3)).sum()).backward()
         gradient.finalize()
 
+    def _stage_fails(self) -> None:
+        """A stage fails on one data rank, and the other waits in FSDP2's gather or in DDP's reduction."""
+        torch.manual_seed(0)
+        mesh, numbers = init_device_mesh("cpu", (2, self.world // 2), mesh_dim_names=("dp", "pp")), count()
+        stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        if self.wrapper == "pp-fsdp2":
+            for each in (*stage, stage):
+                fully_shard(each, mesh=mesh["dp"])
+        else:
+            stage = DistributedDataParallel(stage, process_group=mesh.get_group("dp"))
+
+        def fail(*_: Any) -> None:
+            if (next(numbers), dist.get_rank()) == (self.index, self.culprit):
+                raise ValueError("a bad row")
+
+        stage.get_submodule("0" if self.wrapper == "pp-fsdp2" else "module.0").register_forward_hook(fail)
+        self._run_pipeline(stage, mesh)
+
     def _pipelined(self, when: Any) -> None:
         stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         Spikes(stage, ("0", "1")).set(when)
-        mesh = init_device_mesh("cpu", (self.world,), mesh_dim_names=("pp",))
+        self._run_pipeline(stage, init_device_mesh("cpu", (self.world,), mesh_dim_names=("pp",)))
 
+    def _run_pipeline(self, stage: nn.Module, mesh: DeviceMesh) -> None:
         def shape(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty(len(tensor), 3)
 

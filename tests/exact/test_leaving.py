@@ -23,13 +23,14 @@ UNREDUCED = {  # what DDP waits for, by the job of `tests.exact.leaving`
 }
 BODIES = ["body:2:last:1:forward:0:0", "body:3:last:1:forward:1:2", "body:2:every:1:forward:1:1",
           "body-fsdp2:2:every:1:forward:1:0"]  # fmt: skip
+STAGES = ["pp-fsdp2:4:last:2:forward:1:3", "pp-fsdp2:4:last:2:forward:3:0", "pp-ddp:4:last:2:forward:3:2"]
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaving")
-    (folder / "jobs.json").write_text(json.dumps([*LEAVING, *UNREDUCED, *BODIES]))
+    (folder / "jobs.json").write_text(json.dumps([*LEAVING, *UNREDUCED, *BODIES, *STAGES]))
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     command = [sys.executable, "-m", "tests.exact.leaving", str(folder)]
     ran = subprocess.run(command, env=os.environ | quiet, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -67,3 +68,14 @@ def test_an_error_in_the_body_of_one_rank_is_told_to_those_that_wait(results, jo
     for rank, (kind, text, _) in enumerate(told):
         assert kind == ("ValueError" if rank == culprit else "MegabatchError"), text
         assert rank == culprit or names(text, heard), text
+
+
+@pytest.mark.parametrize("job", STAGES)
+def test_an_error_in_a_stage_of_one_rank_is_told_to_those_that_hold_the_same(results, job: str) -> None:
+    ended, told = results[job]["ended"], results[job]["told"]
+    assert ended, "a process was still there"
+    culprit = int(job.split(":")[-1])
+    failed = f"stage {culprit % 2} failed (ValueError: a bad row); mend … start again"
+    expected = [failed if rank == culprit else f"rank {culprit} of 4: {failed}" for rank in range(4)]
+    assert [each[0] for each in told] == ["MegabatchError"] * 4
+    check_ranks([each[1] for each in told], expected)
