@@ -67,6 +67,7 @@ ELSEWHERE = {  # parts of errors that other tests provoke
     "in the number or the wrapper of their stages": "tests/exact/test_pipeline.py",
     "ranks were given ": "tests/exact/test_pipeline.py",
     "were given microbatches that differ": "tests/exact/test_pipeline.py",
+    "; mend that, and start again": "tests/exact/test_pipeline.py",
     'cost="measure" and ': "tests/unit/test_measured_cost.py",
 }
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}

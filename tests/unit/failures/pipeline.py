@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError
@@ -214,6 +215,14 @@ def stage_raises() -> str:
     return told(lambda: update(model=model, micro_batch_size=1))
 
 
+def spread_stage_raises() -> str:
+    """On both ranks, whose group can then go on; `tests.exact.leaving` has one that leaves the others waiting."""
+    axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    stage = fully_shard(_Raises(1, 1).double(), mesh=axes["dp"])
+    model = Pipeline([stage], axes, boundary=said(), output=said(), schedule="GPipe")
+    return told(lambda: update(model=model, micro_batch_size=1))
+
+
 def loss_raises() -> str:
     def loss_fn(model: Any, microbatch: Any) -> Any:
         return squares(model, microbatch) if microbatch["x"][0] < 3 else {}["no such key"]
@@ -243,6 +252,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
         [f"LossContractError: … data rank 0 of 1 … {MEAN}", f"LossContractError: {MEAN}"],
     ),
     "a stage that raises": (stage_raises, [f"PlanError: data rank 0 of 1: {RAISED}", RAISED]),
+    "a stage that raises where ranks wait for it": (spread_stage_raises, [f"MegabatchError: stage 0 … {RAISED}"] * 2),
     "a loss that raises": (loss_raises, ["KeyError: 'no such key'"] * 2),
     "a loss that gives no pair": (
         loss_raises_at_last,
