@@ -25,6 +25,7 @@ from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+from tests.tiers import full_unless
 from tests.train.on_ranks import on_ranks
 
 LENGTH, SAMPLES = 32, 8  # tokens of every sample; samples of an update
@@ -67,6 +68,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {  # ranks, keys
 }
 # What ranks tell each other before and after a call is not simulated: calls and bytes, at most.
 MESSAGES = {"all_gather": (9, 2000), "broadcast": (1, 100)}
+QUICK = ("1F1B", "tied, three", "fsdp2", "tp", "Interleaved1F1B, fsdp2", "InterleavedZeroBubble")  # one of a kind
 ONE_STAGE = ("1F1B", "GPipe", "tied, three", "four", "fsdp2", "ddp", "tp", "recompute")
 
 
@@ -120,7 +122,7 @@ def counted(ranks: Ranks, config: Config, axes: dict[str, int]) -> dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", full_unless(RUNS, lambda _, name: name in QUICK))
 def test_the_first_and_the_last_rank_need_and_send_what_real_ones_do(name: str, tmp_path: Path) -> None:
     world, _ = RUNS[name]
     simulator = simulator_of(name, tmp_path)
@@ -142,7 +144,7 @@ def test_the_first_and_the_last_rank_need_and_send_what_real_ones_do(name: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_STAGE)
+@pytest.mark.parametrize("name", full_unless(ONE_STAGE, lambda _, name: name in ("1F1B", "GPipe", "ddp")))
 def test_a_few_microbatches_and_layers_tell_of_all(name: str, tmp_path: Path) -> None:
     layers = ["model.config.num_hidden_layers=24"] if name in ("1F1B", "fsdp2") else []
     simulator = simulator_of(name, tmp_path, *layers)
