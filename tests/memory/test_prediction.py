@@ -12,8 +12,9 @@ import pytest
 from megabatch.simulate import Simulated
 from megabatch.simulate.ledger import Ledger
 from megabatch.simulate.replica import Replica
-from tests.exact import launch
-from tests.memory.runs import Run, predicted
+from tests.exact.launch import Found, of_ranks
+from tests.memory.runs import Run, counted, predicted
+from tests.tiers import full_unless
 
 pytestmark = pytest.mark.slow
 COUNTED = {
@@ -48,23 +49,19 @@ COUNTED |= {
 MARGIN = 0.05
 MESSAGES = (2, 864, 432)  # calls, bytes gathered, bytes sent; of two ranks
 FEWER_MESSAGES = (1, 288, 144)  # of ranks with the same samples
+SLOW = ("recompute", "cp, recompute", "selective, fsdp2", "tp, large vocabulary", "offload last")
+TIERS = full_unless(COUNTED, lambda _, name: name not in SLOW)
 
 
-def first_of(found: dict[str, list[Any]]) -> dict[str, Any]:
-    """The values on rank 0."""
-    for ranks in found.values():
-        assert "error" not in ranks[0], ranks[0]["error"]
-    return {job: ranks[0]["value"] for job, ranks in found.items()}
+real = of_ranks(
+    "tests.memory.test_prediction:count",
+    {world: [name for name, run in COUNTED.items() if run.world == world] for world in (1, 2)},
+)
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory) -> dict[str, Any]:
-    jobs = {name: f"counted/{run}" for name, run in COUNTED.items()}
-    values: dict[str, Any] = {}
-    for world in (1, 2):
-        names = [job for name, job in jobs.items() if COUNTED[name].world == world]
-        values |= first_of(launch.launch(world, "tests.memory.runs:job", names, tmp_path_factory.mktemp(f"of{world}")))
-    return {name: values[job] for name, job in jobs.items()}
+def count(name: str) -> dict[str, Any]:
+    """The job of a rank."""
+    return counted(str(COUNTED[name]))
 
 
 @functools.cache
@@ -78,17 +75,17 @@ def simulated_anew(run: Run) -> Simulated:
         return predicted(run)
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_the_ledger_counts_on_real_tensors_what_it_counts_on_fake_ones(counted: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", TIERS)
+def test_the_ledger_counts_on_real_tensors_what_it_counts_on_fake_ones(real: Found, name: str) -> None:
     found = simulated(COUNTED[name])
-    ratio = found.peak_bytes / counted[name]["peak_bytes"]
+    ratio = found.peak_bytes / real(name)[0]["peak_bytes"]
     assert 0.995 < ratio < 1.03, ratio  # fake operations keep a little more
 
 
-@pytest.mark.parametrize("name", [name for name in COUNTED if name.startswith("offload")])
-def test_what_is_offloaded_is_counted_on_the_host(counted: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", ["offload", pytest.param("offload last", marks=pytest.mark.full), "offload, mixed"])
+def test_what_is_offloaded_is_counted_on_the_host(real: Found, name: str) -> None:
     found = simulated(COUNTED[name])
-    assert found.host_bytes / counted[name]["host_bytes"] == pytest.approx(1, abs=0.01)
+    assert found.host_bytes / real(name)[0]["host_bytes"] == pytest.approx(1, abs=0.01)
     whole = 4 * found.num_parameters
     assert found.host_bytes > 3 * whole / 2
 
@@ -105,25 +102,25 @@ def test_a_layer_waits_for_the_keys_of_other_ranks() -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp last", "ddp every"])
-def test_without_buckets_ddp_would_be_predicted_wrong(counted: dict[str, Any], monkeypatch, name: str) -> None:
+def test_without_buckets_ddp_would_be_predicted_wrong(real: Found, monkeypatch, name: str) -> None:
     monkeypatch.setattr(Replica, "forward", lambda replica, *inputs, **named: replica.module(*inputs, **named))
-    ratio = simulated_anew(COUNTED[name]).peak_bytes / counted[name]["peak_bytes"]
+    ratio = simulated_anew(COUNTED[name]).peak_bytes / real(name)[0]["peak_bytes"]
     assert ratio < 1 - MARGIN, ratio
 
 
-def test_without_resized_storages_fsdp2_would_be_predicted_wrong(counted: dict[str, Any], monkeypatch) -> None:
+def test_without_resized_storages_fsdp2_would_be_predicted_wrong(real: Found, monkeypatch) -> None:
     monkeypatch.setattr(Ledger, "_watch_resize", lambda ledger, resize: resize)
-    ratio = simulated_anew(COUNTED["fsdp2 every"]).peak_bytes / counted["fsdp2 every"]["peak_bytes"]
+    ratio = simulated_anew(COUNTED["fsdp2 every"]).peak_bytes / real("fsdp2 every")[0]["peak_bytes"]
     assert ratio > 1 + MARGIN, ratio
 
 
-def test_a_step_after_the_backward_would_be_predicted_wrong(counted: dict[str, Any]) -> None:
-    ratio = predicted(COUNTED["in backward"], step_in_backward=False).peak_bytes / counted["in backward"]["peak_bytes"]
+def test_a_step_after_the_backward_would_be_predicted_wrong(real: Found) -> None:
+    ratio = predicted(COUNTED["in backward"], step_in_backward=False).peak_bytes / real("in backward")[0]["peak_bytes"]
     assert ratio > 1 + MARGIN, ratio
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_what_is_sent_is_what_real_ranks_send(counted: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", TIERS)
+def test_what_is_sent_is_what_real_ranks_send(real: Found, name: str) -> None:
     run = COUNTED[name]
     found = {f"{each.collective}:{each.axis}": [each.calls, each.buffer_bytes, each.sent_bytes]
              for each in simulated(run).sent}  # fmt: skip
@@ -132,4 +129,4 @@ def test_what_is_sent_is_what_real_ranks_send(counted: dict[str, Any], name: str
         messages = FEWER_MESSAGES if axis == "tp" else MESSAGES
         gathered = found.get(f"all_gather:{axis}", [0, 0, 0])
         found[f"all_gather:{axis}"] = [each + more for each, more in zip(gathered, messages, strict=True)]
-    assert counted[name]["sent"] == found
+    assert real(name)[0]["sent"] == found
