@@ -2,7 +2,8 @@
 
 import contextlib
 import gc
-from collections.abc import Generator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -136,6 +137,27 @@ def refuse_data_access() -> Generator[None]:
             f"what is run looks at the contents of a tensor ({in_one_line(error)}), and a simulation has none; give "
             "code whose shapes follow from shapes (experts by grouped_mm, no .item(), no nonzero)"
         ) from None
+
+
+@contextlib.contextmanager
+def one_text_per_row(make_batch: Callable[[], Any]) -> Generator[None]:
+    """Let models of transformers see one text in each row, unless the microbatch has positions.
+
+    They compare the positions of a row to know whether it holds several texts. Fake positions count as such, and each
+    layer would keep a mask [B, 1, T, T], which a run does not make.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    batch = make_batch()
+    has_positions = not isinstance(batch, Mapping) or "position_ids" in batch
+    del batch  # which would count
+    if masks is None or has_positions:
+        yield
+        return
+    found, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = found
 
 
 class OnlyRank(DataRanks):

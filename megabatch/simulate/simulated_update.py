@@ -59,6 +59,7 @@ from megabatch.simulate.fake_cluster import (
     fake_mesh,
     fsdp_groups,
     give_fake_memory,
+    one_text_per_row,
     refuse_data_access,
     uncut_steps,
 )
@@ -295,7 +296,7 @@ def simulate(
             num_microbatches = num_run = model.runnable(num_microbatches)
         ledger = Ledger(place, axes, _host_categories(models))
         run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
-        with run.tagging(step_in_backward=step_in_backward):
+        with run.tagging(step_in_backward=step_in_backward), one_text_per_row(make_batch):
             run.update(make_batch, loss_fn, max_norm, num_run, around)
             run.begin_second()
             run.update(make_batch, loss_fn, max_norm, num_run, around)

@@ -313,7 +313,7 @@ def recipe_of(run: Published) -> Config:
     own = {"function": "bitsandbytes.optim:AdamW8bit"} if run.eight_bit else {}
     keys: dict[str, Any] = {
         "model": model,
-        "data": {"path": "none", "pack_tokens": run.length_tokens},
+        "data": {"path": "none", "max_sample_tokens": run.length_tokens},
         "update": {
             "global_batch_size": run.micro_batch_size * run.num_microbatches * run.dp_degree,
             "micro_batch_size": run.micro_batch_size,
