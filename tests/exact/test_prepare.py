@@ -162,7 +162,7 @@ def test_two_batches_and_an_open_loop():
     gradient, noting = accumulator(), Noting()
     for batch in (third, first, second):  # the last two are kept
         gradient.prepare(batch, noting.loss_fn)
-    finish(gradient)
+        finish(gradient)
     noting.take()
     gradient.forward_backward(second, noting.loss_fn)
     for microbatch in gradient.microbatches(first, noting.weigh):
