@@ -18,6 +18,7 @@ from megabatch.errors import PlanError, in_one_line, require_count
 from megabatch.optim import low_bits
 from megabatch.pipeline.stages import Pipeline
 from megabatch.simulate.devices import Device
+from megabatch.simulate.ledger import replaced
 from megabatch.simulate.replica import Replica
 from megabatch.torch_private import (
     NEEDS_DATA,
@@ -153,11 +154,8 @@ def one_text_per_row(make_batch: Callable[[], Any]) -> Generator[None]:
     if masks is None or has_positions:
         yield
         return
-    found, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda position_ids: None
-    try:
+    with replaced(masks, "find_packed_sequence_indices", lambda _: lambda position_ids: None):
         yield
-    finally:
-        masks.find_packed_sequence_indices = found
 
 
 class OnlyRank(DataRanks):

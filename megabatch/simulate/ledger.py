@@ -554,7 +554,7 @@ def list_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Replace a method of a class while this is open."""
+    """Replace a method of a class, or a function of a module, while this is open."""
     original, is_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, make(original))
     try:

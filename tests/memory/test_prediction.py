@@ -19,7 +19,7 @@ from tests.tiers import full_unless
 pytestmark = pytest.mark.slow
 COUNTED = {
     "plain": Run("toy", rows=2, tokens=16, microbatches=2),
-    "long": Run("toy", rows=2, tokens=512),  # a mask of tokens x tokens would be a tenth
+    "long": Run("toy", rows=2, tokens=512),  # 25 % more with a mask of tokens x tokens
     "ddp last": Run("toy", "ddp", 2, 16, 2),
     "ddp every": Run("toy", "ddp", 2, 16, 2, "every"),
     "fsdp2 last": Run("toy", "fsdp2", 2, 16, 2),
