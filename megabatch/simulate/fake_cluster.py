@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -154,7 +154,11 @@ def one_text_per_row(make_batch: Callable[[], Any]) -> Generator[None]:
     if masks is None or has_positions:
         yield
         return
-    with replaced(masks, "find_packed_sequence_indices", lambda _: lambda position_ids: None):
+
+    def find_none(_: Any) -> Callable[[Tensor], None]:
+        return lambda position_ids: None
+
+    with replaced(masks, "find_packed_sequence_indices", find_none):
         yield
 
 
