@@ -14,6 +14,8 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from benchmarks import result
+from benchmarks.gpu import table
+from benchmarks.gpu.job import read
 
 ASSETS = result.ROOT / "docs" / "assets"
 THEMES = {
@@ -86,12 +88,13 @@ class Figure(NamedTuple):
 
 FIGURES = (
     Figure("gradient_error", ("gradient_error_*.json",)),
-    Figure("speed", ("speed_cpu_*.json",)),
+    Figure("speed", ("speed_cpu_*.json",) if table.newest() is None else ("gpu_*.jsonl",)),
 )
 
 
 def newest(pattern: str) -> Path:
-    return max(result.RESULTS.glob(pattern))
+    """Return the newest result; its name ends with its date."""
+    return max(result.RESULTS.glob(pattern), key=lambda path: path.stem.rpartition("_")[2])
 
 
 def digest(path: Path) -> str:
@@ -101,6 +104,8 @@ def digest(path: Path) -> str:
 def draw(figure: Figure, theme: str) -> str:
     """Return the SVG of a figure."""
     paths = [newest(each) for each in figure.sources]
+    if paths[0].suffix == ".jsonl":
+        return gpu_speed(theme, paths, read(paths[0]))
     found = [json.loads(path.read_text()) for path in paths]
     return {"gradient_error": gradient_error, "speed": speed}[figure.name](theme, paths, *found)
 
@@ -170,6 +175,32 @@ def speed(theme: str, paths: list[Path], found: dict[str, Any]) -> str:
                 "faint", 14)  # fmt: skip
     canvas.text(0, y + 22, "Launch-bound: 40 layers of hidden size 8, so that a launch costs about a sample.",
                 "faint", 14)  # fmt: skip
+    return canvas.svg()
+
+
+def gpu_speed(theme: str, paths: list[Path], rows: list[dict[str, Any]]) -> str:
+    """Draw a bar of tokens a second for each loop, by model and lengths, from a result of a GPU."""
+    settings = table.speeds(rows)
+    lines = [(setting, who, values) for setting, loops in settings.items() for who, values in loops.items()]
+    most = max(values["tokens_per_second"] for _, _, values in lines)
+    left, top = 250, 80
+    title = f"Tokens a second, {rows[0]['hardware']}"
+    height = top + ROW * len(lines) + 26 * len(settings) + 20
+    canvas = Canvas(theme, height, title, paths)
+    canvas.text(0, 22, title, size=19, font_weight=600)
+    canvas.text(0, 44, "each loop at its best micro batch size, bfloat16, sdpa; updates of 64 samples", "faint", 14)
+    y = top
+    for setting, loops in settings.items():
+        canvas.text(0, y, setting, "faint", 15)
+        y += 26
+        for who, values in loops.items():
+            ours = "mega" in who.lower()
+            weight = 600 if ours else 400
+            width = (WIDTH - left - 130) * values["tokens_per_second"] / most
+            canvas.text(0, y, who, size=15, font_weight=weight)
+            canvas.bar(left, y - 16, width, 20, "ours" if ours else "other")
+            canvas.text(left + width + 7, y, f"{values['tokens_per_second']:,.0f}", size=14, font_weight=weight)
+            y += ROW
     return canvas.svg()
 
 

@@ -15,6 +15,7 @@ from tests.exact import cases, functions, models, oracle
 from tests.exact.cells import OPENED, Cell
 from tests.exact.wrappers import WRAPPERS, Tensors, Wrapped, full, is_part_of_a_sum, mesh_of, parameters_of, whole, wrap
 
+CPU = torch.device("cpu")
 GIVEN_DIVISOR = 128.0
 MAX_NORM = {"no-clip": None, "loose": 1e9, "tight": 0.05}
 Call = list[list[oracle.Sample]]  # samples by rank
@@ -52,10 +53,10 @@ class Found:
 class CellRun:
     """A cell's models, losses and data."""
 
-    def __init__(self, cell: Cell) -> None:
-        self.cell, self.found = cell, Found(report_tolerance=cell.report_tolerance)
+    def __init__(self, cell: Cell, device: torch.device = CPU) -> None:
+        self.cell, self.found, self.device = cell, Found(report_tolerance=cell.report_tolerance), device
         self.wrapper = WRAPPERS[cell.wrapper]
-        self.mesh = mesh_of(cell.wrapper, cell.world) if self.wrapper.needs_mesh else None
+        self.mesh = mesh_of(cell.wrapper, cell.world, device.type) if self.wrapper.needs_mesh else None
         self.rank = data_rank(cell.wrapper)
         self.model_kind = "image" if cell.kind.startswith("image") else "tokens"
         if cell.evidence.startswith("float"):
@@ -72,17 +73,20 @@ class CellRun:
         return torch.float32 if self.cell.evidence == "float32" else torch.float64
 
     def _new_model(self, dtype: torch.dtype) -> nn.Module:
+        return self._make_model(dtype).to(self.device)
+
+    def _make_model(self, dtype: torch.dtype) -> nn.Module:
         if self.model_kind == "language":
             needs_parts = self.wrapper.several or "tp" in self.wrapper.axes(8)
             return models.small_lm(dtype) if needs_parts else models.gpt2(dtype)
         return models.integer_model("image" if self.model_kind == "image" else self.wrapper.integer)
 
     def _wrapped(self, model: nn.Module) -> Wrapped:
-        return wrap(model, self.cell.wrapper)
+        return wrap(model, self.cell.wrapper, self.device.type)
 
     def sums(self, model: Wrapped, batch: oracle.Sample) -> oracle.Sums:
         """The sums of a microbatch, of a model or several."""
-        return self._sums(models.called(model), batch)
+        return self._sums(models.called(model), {key: value.to(self.device) for key, value in batch.items()})
 
     def copy_weights(self) -> None:
         """The oracles start this update from the model's weights: float32 errors are compared at one point."""

@@ -176,23 +176,23 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 
 
-def mesh_of(wrapper: str, world: int) -> DeviceMesh:
+def mesh_of(wrapper: str, world: int, device_type: str = "cpu") -> DeviceMesh:
     """The mesh of a wrapper's axes; one for all jobs of a process group."""
     axes = WRAPPERS[wrapper].axes(world)
-    return _mesh(dist.group.WORLD, tuple(axes), tuple(axes.values()))
+    return _mesh(dist.group.WORLD, tuple(axes), tuple(axes.values()), device_type)
 
 
 @cache
-def _mesh(group: dist.ProcessGroup, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+def _mesh(group: dist.ProcessGroup, names: tuple[str, ...], sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
-def wrap(model: nn.Module, wrapper: str, **options: Any) -> Wrapped:
+def wrap(model: nn.Module, wrapper: str, device_type: str = "cpu", **options: Any) -> Wrapped:
     """A model in its wrapper, over all ranks."""
     kind = WRAPPERS[wrapper]
     if kind.wrap is _plain:
         return model
-    return kind.wrap(model, mesh_of(wrapper, dist.get_world_size()), **options)
+    return kind.wrap(model, mesh_of(wrapper, dist.get_world_size(), device_type), **options)
 
 
 def parameters_of(model: Wrapped) -> dict[str, nn.Parameter]:

@@ -1,6 +1,7 @@
 """Tests that need a GPU: an update makes the host wait nowhere, and its gradient is that of the CPU."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +21,9 @@ LENGTHS = (3, 9, 5, 12, 4, 7, 2)
 
 @pytest.fixture
 def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a beta feature
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
