@@ -63,11 +63,6 @@ def trace(call: Callable[[], Any]) -> Trace:
     return found
 
 
-def trace_calls(name: str) -> dict[str, list[int]]:
-    """Return files, functions and depth of each of the `traces`."""
-    return {call: [len(found.files), len(found.functions), found.depth] for call, found in traces(name).items()}
-
-
 def traces(name: str) -> dict[str, Trace]:
     """Trace a constructor, a `forward_backward` and a `finalize` on a small model; ``name``: "plain" or "ddp".
 

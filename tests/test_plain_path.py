@@ -1,0 +1,16 @@
+"""The plain path knows few features, and runs much of the files that it opens. Both numbers only improve."""
+
+from tests.plain_path import trace_plain_update
+
+MOST_FEATURE_TESTS = 68
+LEAST_EXECUTED_SHARE = 0.238
+
+
+def test_the_plain_path_asks_for_no_more_features() -> None:
+    tests = trace_plain_update().feature_tests()
+    assert len(tests) <= MOST_FEATURE_TESTS, "a feature attaches and is not asked for: python -m tests.plain_path"
+
+
+def test_the_plain_path_runs_more_of_what_it_opens() -> None:
+    share = trace_plain_update().executed_share()
+    assert share >= LEAST_EXECUTED_SHARE, f"{share:.3f}: python -m tests.plain_path"
