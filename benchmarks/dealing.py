@@ -1,185 +1,162 @@
-"""Whether dealing samples over ranks by what they cost keeps ranks from waiting, beside dealing by length.
+"""Work over ranks: the samples of an update dealt by megabatch and by its peers, counted without a clock.
 
-    python -m benchmarks.dealing                      # half an hour; writes benchmarks/results/dealing_*.json
-    python -m benchmarks.dealing --quick              # small, to see that it works; writes nothing
+    python -m benchmarks.dealing            # half an hour; writes benchmarks/results/dealing_*.json
+    python -m benchmarks.dealing --quick    # few ranks, to see that it works; writes nothing
 
-A small Llama on bytes, as recipes/stdlib.toml and recipes/gsm8k.toml have it. What a rank's share of an update takes is
-measured in one process with one thread, share after share: the time that the processor gave to it, the best of some, so
-that what else the machine does falls on no rank. Prices are those of the trainer, from what "auto" has measured before.
+For each number of ranks, samples a rank and distribution of lengths, some updates are dealt and cut into microbatches
+of at most 8,192 padded tokens. Counted is the work of the busiest rank over the mean of all ranks' work without
+padding. The work of a microbatch is its padded tokens, each counted as 1 + longest / 4,096 for attention.
+
+- megabatch: `UpdateSampler(max_microbatch_tokens=8192)`, then the accumulator's cut.
+- samples: single samples dealt by their work, then the same cut. This is `UpdateSampler` without a limit.
+- rebalance: transformers' `BatchRebalanceSampler` at its best number of microbatches, of those that divide the samples
+  of a rank and are at most megabatch's. It has no limit of tokens; its largest microbatch is counted beside it.
+- verl: samples dealt by its Karmarkar-Karp, from the package's source, then the same cut.
+- bound: no dealing at as many microbatches as megabatch's has less work on its busiest rank. It relaxes the number of
+  microbatches (Lagrange), so no dealing may reach it.
 """
 
 import argparse
-import json
+import ast
+import importlib.metadata
 import statistics
-import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks import result
-from benchmarks.speed.__main__ import GSM8K
-from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
-from megabatch.planning.limits import TunedLimit
-from megabatch.planning.partition import balance
-from megabatch.train.autotune.microbatch_limit import MAX_RATIO, MIN_RATIO, even_tokens
-from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
-from megabatch.train.data.updates import balancing_cost
+from megabatch import CostModel
+from megabatch.planning.dealing import deal
+from megabatch.planning.partition import balance_lengths, split, split_into
+from megabatch.planning.plan import plan_share
 
-CLAIM = "ranks that are dealt samples by what they were measured to cost wait less for the slowest than by length"
-LONGEST_TOKENS = 4096  # longer samples are left out
-CAP_TOKENS = 8192  # of a microbatch
-MEMORY_BYTES = 3 * 2**28  # of a rank, from which some bound follows
-CASES = ((2, 32), (4, 32), (4, 64))  # ranks, samples of an update
-NUM_FITS, NUM_UPDATES, NUM_REPEATS = 4, 6, 3
-SIMULATED = 200  # updates of which prices alone are added up
-ATTENTION = (0.0, 0.25, 1.0, 4.0)  # of the longest sample over its other work, as it is and as it is dealt by
-Row = dict[str, Any]
-Price = Any  # a function of a length
-
-
-def build() -> torch.nn.Module:
-    """The model of both recipes, the same each time."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama", vocab_size=384, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=16_384, use_cache=False,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
+CAP = 8192
+WORK = CostModel()  # without a launch, which is counted apart
+RANKS, PER_RANK = (2, 8, 32, 128, 1024), (8, 32, 128)
+QUICK_RANKS, QUICK_PER_RANK = (2, 8), (8, 32)
+UPDATES = {2: 20, 8: 10, 32: 5, 128: 2, 1024: 1}  # by ranks
+MOST_REBALANCED = 32_768  # samples of an update; transformers' sampler takes minutes for more
+FEES = np.geomspace(1, CAP, 40)  # tokens that a microbatch costs in the bound
+CLAIM = "the busiest rank works no more than with a peer's dealing at as many microbatches"
+Dealt = list[np.ndarray]  # lengths of each rank
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+DATA: dict[str, Draw] = {
+    "gsm8k": lambda generator, number: generator.lognormal(5.1, 0.42, number).clip(20, 600),
+    "chat": lambda generator, number: generator.lognormal(5.0, 0.8, number).clip(20, 2048),
+    "code": lambda generator, number: generator.lognormal(5.5, 1.3, number).clip(10, CAP),
+    "equal": lambda _, number: np.full(number, 512.0),
+}
 
 
-def lengths_of(data: str) -> np.ndarray:
-    """Bytes of each sample."""
-    if data == "stdlib":
-        texts = [f"{each.prompt}{each.response}" for each in stdlib_functions(stdlib_root())]
-    else:
-        rows = map(json.loads, GSM8K.read_text(encoding="utf-8").splitlines())
-        texts = [f"{row['question']}\n{row['answer']}" for row in rows]
-    lengths = np.array([len(text.encode()) for text in texts])
-    return lengths[lengths <= LONGEST_TOKENS]
+def cut_of(dealt: Dealt) -> tuple[float, int]:
+    """Return the work of the busiest rank, and the microbatches of each.
+
+    Every rank runs as many microbatches as the one that needs the most, so the others cut theirs smaller.
+    """
+    plans = [plan_share(lengths.tolist(), None, CAP, None) for lengths in dealt]
+    most = max(plan.num_microbatches for plan in plans)
+    cuts = [split_into(plan.lengths, plan.microbatches, most, WORK.seconds) for plan in plans]
+    return max(map(work_of, [plan.lengths for plan in plans], cuts)), most
 
 
-def samples_of(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
-    """Samples of these lengths; what they say takes no time of its own."""
-    drawn = [torch.randint(3, 259, (length,)) for length in lengths]
-    return [{"input_ids": each, "labels": each} for each in drawn]
+def work_of(lengths: Sequence[int], microbatches: Sequence[Sequence[int]]) -> float:
+    """Return the work of a rank's microbatches."""
+    return sum(WORK.seconds(len(rows), max(lengths[row] for row in rows)) for rows in microbatches if rows)
 
 
-def fits(model: torch.nn.Module, lengths: np.ndarray, number: int) -> list[TunedLimit]:
-    """What a microbatch was measured to cost, anew each time."""
-    found: list[TunedLimit] = []
-    for _ in range(number):
-        gradient = GradientAccumulator(model, max_microbatch_tokens="auto", memory_bytes=MEMORY_BYTES)
-        usual = np.random.default_rng(0).choice(lengths, 15).tolist()
-        gradient.tune(samples_of([int(lengths.max()), *usual]), losses.next_token)
-        assert gradient.fit is not None
-        found.append(gradient.fit)
-    return found
+def by_rank(lengths: np.ndarray, ranks: np.ndarray, num_ranks: int) -> Dealt:
+    order = np.argsort(ranks, kind="stable")
+    return np.split(lengths[order], np.cumsum(np.bincount(ranks, minlength=num_ranks))[:-1])
 
 
-def attention_of(fit: TunedLimit) -> float | None:
-    """Of the longest sample, over its other work; None where nothing else was seen."""
-    cost = fit.cost
-    return (
-        round(cost.seconds_per_pair * fit.longest_tokens / cost.seconds_per_token, 2)
-        if cost.seconds_per_token
-        else None
-    )
+def rebalanced(lengths: np.ndarray, num_ranks: int, microbatches: int) -> tuple[float, int]:
+    """Return the work of the busiest rank and the tokens of the largest microbatch, dealt by transformers."""
+    sampler = BatchRebalanceSampler(lengths.tolist(), len(lengths), num_ranks, microbatches)
+    dealt = sampler._assign(list(range(len(lengths))), lengths.tolist())
+    tokens = [len(rows) * int(lengths[rows].max()) for rank in dealt for rows in rank]
+    return max(work_of(lengths.tolist(), rank) for rank in dealt), max(tokens)
 
 
-def priced(attention: float, longest: int) -> CostModel:
-    return CostModel(seconds_per_token=1.0, seconds_per_pair=attention / longest)
+def karmarkar_karp() -> Callable[..., list[list[int]]] | None:
+    """Return verl's function, compiled from the source that the package installs. None without the package."""
+    try:
+        files = importlib.metadata.files("verl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    source = next(Path(str(file.locate())) for file in files if file.name == "seqlen_balancing.py")
+    tree = ast.parse(source.read_text())
+    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "karmarkar_karp"]
+    names: dict[str, Any] = {"heapq": __import__("heapq"), "copy": __import__("copy")}
+    exec(compile(ast.Module(wanted, []), str(source), "exec"), names)
+    return names["karmarkar_karp"]
 
 
-def slowest(seconds: list[float]) -> float:
-    """Over the mean."""
-    return max(seconds) / statistics.mean(seconds)
+def bound_of(lengths: np.ndarray, num_ranks: int, microbatches: int) -> float:
+    """Return the least work of the busiest rank in so many microbatches of each rank."""
+    items: list[int] = lengths.tolist()
+    most = num_ranks * microbatches
+    best = max(WORK.sample_seconds(max(items)), sum(map(WORK.sample_seconds, items)) / num_ranks)
+    for fee in FEES:
+        groups = split(items, replace(WORK, seconds_per_microbatch=fee).seconds, max_tokens=CAP)
+        best = max(best, (work_of(items, groups) + fee * (len(groups) - most)) / num_ranks)
+    return best
 
 
-def share_seconds(gradient: GradientAccumulator, lengths: list[int]) -> float:
-    """What the processor spends on an update of one rank's share."""
-    samples = samples_of(lengths)
-    start = time.process_time()
-    gradient.forward_backward(samples, losses.next_token)
-    seconds = time.process_time() - start
-    gradient.finalize()
-    return seconds
-
-
-def dealt(model: torch.nn.Module, lengths: np.ndarray, price: CostModel, ranks: int, size: int, number: int) -> Row:
-    """The slowest rank over the mean, measured, of the same updates dealt in both ways."""
-    gradient = GradientAccumulator(model, max_microbatch_tokens=CAP_TOKENS, cost=price)
-    ways = {"by_length": float, "by_cost": price.sample_seconds}
-    over: dict[str, list[float]] = {way: [] for way in ways}
-    for ids, _ in zip(UpdateSampler(lengths, global_batch_size=size), range(number), strict=False):
-        drawn: list[int] = lengths[ids].tolist()
-        shares = {way: balance([of(length) for length in drawn], ranks) for way, of in ways.items()}
-        best: dict[tuple[int, ...], float] = {}
-        for _ in range(NUM_REPEATS):  # in turns, so that the machine's drift falls on both ways
-            for share in dict.fromkeys(tuple(each) for way in ways for each in shares[way]):
-                seconds = share_seconds(gradient, [drawn[index] for index in share])
-                best[share] = min(best.get(share, seconds), seconds)
-        for way in ways:
-            over[way].append(slowest([best[tuple(share)] for share in shares[way]]))
-    return {
-        "ranks": ranks,
-        "samples_of_an_update": size,
-        "updates": number,
-        "slowest_over_mean": {way: round(statistics.mean(values), 4) for way, values in over.items()},
-        "of_each_update": {way: [round(value, 4) for value in values] for way, values in over.items()},
-    }
-
-
-def simulated(lengths: np.ndarray, ranks: int, size: int) -> list[Row]:
-    """What prices alone say, where attention is something and updates are dealt by something else."""
-    found: list[Row] = []
-    longest, draw = int(lengths.max()), np.random.default_rng(1)
-    updates: list[list[int]] = [draw.choice(lengths, size, replace=False).tolist() for _ in range(SIMULATED)]
-    for dealt_by in ATTENTION:
-        price = priced(dealt_by, longest).sample_seconds
-        shares = [balance([price(length) for length in drawn], ranks) for drawn in updates]
-        row: Row = {"ranks": ranks, "samples_of_an_update": size, "dealt_by_attention": dealt_by}
-        for attention in ATTENTION:
-            true = priced(attention, longest).sample_seconds
-            over = [slowest([sum(true(drawn[index]) for index in share) for share in each])
-                    for drawn, each in zip(updates, shares, strict=True)]  # fmt: skip
-            row[f"slowest_over_mean_at_{attention:g}"] = round(statistics.mean(over), 4)
-        found.append(row)
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    torch.set_num_threads(1)
-    made_with, model, found = result.made_with(["transformers"]), build(), {}
-    for data in ["stdlib", *(["gsm8k"] if GSM8K.exists() and not quick else [])]:
-        lengths = lengths_of(data)
-        made = fits(model, lengths, 1 if quick else NUM_FITS)
-        seen, kept = [attention_of(fit) for fit in made], [even_tokens(fit) for fit in made]
-        print(f"{data}: {len(lengths):,} samples of {lengths.mean():.0f} tokens, at most {lengths.max():,}; attention "
-              f"of the longest over the rest {seen}, as much as the rest at {kept} tokens", flush=True)  # fmt: skip
-        middle = sorted(made, key=lambda fit: fit.cost.seconds_per_pair / max(fit.cost.seconds_per_token, 1e-12))
-        even = even_tokens(middle[len(made) // 2])
-        price = None if even is None else balancing_cost(even)
-        rows: list[Row] = []
-        for ranks, size in () if price is None else CASES[:1] if quick else CASES:
-            rows.append(dealt(model, lengths, price, ranks, size, 1 if quick else NUM_UPDATES))
-            print(rows[-1], flush=True)
-        prices = [row for case in ((2, 32), (4, 32), (8, 64), (8, 256)) for row in simulated(lengths, *case)]
-        found[data] = {
-            "mean_tokens": round(float(lengths.mean())), "longest_tokens": int(lengths.max()),
-            "attention_of_the_longest_over_the_rest": seen, "kept_even_tokens": kept,
-            "dealt_by_even_tokens": None if price is None else round(1 / price.seconds_per_pair),
-            "measured": rows, "from_prices_alone": prices,
+def row_of(data: str, num_ranks: int, per_rank: int, peer: Callable[..., list[list[int]]] | None) -> dict[str, Any]:
+    """Return means over updates, in multiples of the mean work of a rank without padding."""
+    generator = np.random.default_rng([num_ranks, per_rank])
+    counts: dict[str, list[float]] = {}
+    for _ in range(UPDATES[num_ranks]):
+        lengths = DATA[data](generator, num_ranks * per_rank).astype(np.int64)
+        mean = sum(map(WORK.sample_seconds, lengths.tolist())) / num_ranks
+        work, microbatches = cut_of(by_rank(lengths, deal(lengths, num_ranks, max_tokens=CAP), num_ranks))
+        singles = by_rank(lengths, balance_lengths(lengths, WORK.sample_seconds, num_ranks), num_ranks)
+        single_work, single_microbatches = cut_of(singles)
+        update = {
+            "megabatch": work / mean, "microbatches": microbatches, "samples": single_work / mean,
+            "samples_microbatches": single_microbatches, "bound": bound_of(lengths, num_ranks, microbatches) / mean,
         }  # fmt: skip
-    if not quick:
-        whole = {"claim": CLAIM, **made_with, "threads": 1, "repeats": NUM_REPEATS, "least": MIN_RATIO,
-                 "most": MAX_RATIO,
-                 "data": found}  # fmt: skip
-        print(result.write(result.dated("dealing"), whole))
+        if peer is not None and len(lengths) <= MOST_REBALANCED:
+            parts = peer([int(WORK.sample_seconds(length)) for length in lengths.tolist()], num_ranks, equal_size=False)
+            update["verl"] = cut_of([lengths[part] for part in parts])[0] / mean
+        if len(lengths) <= MOST_REBALANCED:
+            divisors = [number for number in range(1, microbatches + 1) if per_rank % number == 0]
+            found = [rebalanced(lengths, num_ranks, number) for number in divisors]
+            busiest, largest = min(found)
+            update |= {"rebalance": busiest / mean, "rebalance_largest": largest}
+        for name, value in update.items():
+            counts.setdefault(name, []).append(float(value))
+    means = {name: round(statistics.mean(values), 4) for name, values in counts.items()}
+    return {"data": data, "ranks": num_ranks, "per_rank": per_rank, "updates": UPDATES[num_ranks]} | means
+
+
+def line_of(row: dict[str, Any]) -> str:
+    names = ("samples", "rebalance", "verl", "megabatch", "bound")
+    values = "  ".join(f"{name} {row[name]:.3f}" if name in row else f"{name}   -  " for name in names)
+    microbatches = f"{row['microbatches']:.1f} microbatches (samples {row['samples_microbatches']:.1f})"
+    return f"{row['data']:6} {row['ranks']:5} x {row['per_rank']:3}  {values}  {microbatches}"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few ranks; writes nothing")
+    parser.add_argument("--out", type=Path, help="the result file")
+    given = parser.parse_args(words)
+    ranks, per_rank = (QUICK_RANKS, QUICK_PER_RANK) if given.quick else (RANKS, PER_RANK)
+    peer, rows = karmarkar_karp(), []
+    made_with = result.made_with(["transformers", "verl"])
+    for data in DATA:
+        for num_ranks in ranks:
+            for samples in per_rank:
+                rows.append(row_of(data, num_ranks, samples, peer))
+                print(line_of(rows[-1]), flush=True)
+    if given.out or not given.quick:
+        found = {"claim": CLAIM, **made_with, "max_microbatch_tokens": CAP, "rows": rows}
+        print(result.write(given.out or result.dated("dealing"), found))
 
 
 if __name__ == "__main__":

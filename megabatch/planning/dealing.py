@@ -1,0 +1,217 @@
+"""Microbatches of a whole update, dealt over ranks so that all ranks finish together.
+
+Samples of similar length belong into one microbatch, whichever rank runs it. So the update is grouped before it
+is dealt: its samples, sorted by length, are cut into neighbors of equal cost, and ranks are dealt whole groups. Lengths
+are known before, so ranks need no message: all compute the same answer.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megabatch.planning.partition import balance_lengths, split
+from megabatch.planning.plan import LAUNCH_SHARE, CostModel
+
+MORE_ROUNDS = 6  # numbers of microbatches a rank that are tried, from the smallest on
+MANY_GROUPS = 2048  # with more, one more microbatch a rank changes little, and few numbers are tried
+FEW_SAMPLES = 512  # of which single samples are dealt too, to compare
+NEAR = 1.003  # the budget of a group is found up to this factor
+
+
+class _Groups(NamedTuple):
+    """Neighbors in the falling order of length: where each group begins, and its price."""
+
+    starts: list[int]
+    prices: list[float]
+
+
+class _Dealt(NamedTuple):
+    """The rank of each sample, and the seconds of the slowest rank."""
+
+    ranks: np.ndarray
+    seconds: float
+
+
+def deal(
+    lengths: np.ndarray,
+    num_ranks: int,
+    cost: CostModel | None = None,
+    *,
+    max_rows: int | None = None,
+    max_tokens: int | None = None,
+    speeds: Sequence[float] | None = None,
+) -> np.ndarray:
+    """Return the rank of each sample of an update.
+
+    Groups of equal cost are tried for several numbers of microbatches a rank. Few samples are also dealt one by one.
+    The answer with the least predicted time of the slowest rank wins.
+
+    Args:
+        lengths: [samples], tokens of each.
+        num_ranks: Number of ranks.
+        cost: Seconds of a microbatch. None: relative costs, and a launch costs a sixteenth of the limit's tokens.
+        max_rows: Samples of a microbatch. This or
+        max_tokens: padded tokens of a microbatch.
+        speeds: Relative speed of each rank. None: all are as fast.
+
+    Returns:
+        [samples], from 0 to ``num_ranks - 1``.
+    """
+    if num_ranks == 1 or not len(lengths):
+        return np.zeros(len(lengths), dtype=np.int64)
+    price = cost or CostModel(seconds_per_microbatch=(max_tokens or 0) / LAUNCH_SHARE)
+    dealer = _Dealer(lengths, num_ranks, price, max_rows, max_tokens, speeds)
+    answers = list(dealer.deal_groups())
+    if len(lengths) <= FEW_SAMPLES and speeds is None:
+        answers.append(dealer.deal_samples())
+    return min(answers, key=lambda answer: answer.seconds).ranks
+
+
+class _Dealer:
+    """The samples of one update, sorted, and the ranks that they are dealt to."""
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        num_ranks: int,
+        cost: CostModel,
+        max_rows: int | None,
+        max_tokens: int | None,
+        speeds: Sequence[float] | None,
+    ) -> None:
+        self._cost, self._max_rows, self._max_tokens = cost, max_rows, max_tokens
+        self._lengths = np.maximum(lengths.astype(np.int64), 1)
+        self._num_ranks = num_ranks
+        self._speeds = [1.0] * num_ranks if speeds is None else [speed / max(speeds) for speed in speeds]
+        self._is_even = len(set(self._speeds)) == 1
+        longest = int(self._lengths.max())
+        keys = (longest - self._lengths).astype(np.min_scalar_type(longest))  # numpy sorts 16 bits in linear time
+        self._order = np.argsort(keys, kind="stable")
+        counts = np.bincount(self._lengths)
+        distinct = np.flatnonzero(counts)[::-1]
+        self._num_samples = len(lengths)
+        # Runs of one length in the sorted order: the number of samples, the price of each, the most in a microbatch.
+        self._runs: list[tuple[int, float, int]] = [
+            (int(counts[length]), cost.sample_seconds(length), self._rows_at(length)) for length in distinct.tolist()
+        ]
+
+    def _rows_at(self, length: int) -> int:
+        """Return the samples of this length that one microbatch may hold."""
+        by_rows = self._max_rows or self._num_samples
+        by_tokens = self._num_samples if self._max_tokens is None else self._max_tokens // length
+        return max(1, min(by_rows, by_tokens))
+
+    def deal_groups(self) -> list[_Dealt]:
+        """Deal groups of equal cost, once for each number of microbatches a rank that is tried."""
+        largest = self._cut([float("inf")])
+        fewest = -(-len(largest.starts) // self._num_ranks)
+        counts_samples = self._max_tokens is None  # who counts samples expects the fewest microbatches
+        more = 1 if counts_samples or len(largest.starts) > MANY_GROUPS else MORE_ROUNDS
+        rounds = range(fewest, min(fewest + more, max(fewest + 1, self._num_samples)))
+        most = fewest if counts_samples else None
+        return [self._deal(self._equal_groups(number * self._num_ranks), most) for number in rounds]
+
+    def deal_samples(self) -> _Dealt:
+        """Deal single samples by cost. Each rank then cuts its own."""
+        ranks = balance_lengths(self._lengths, self._cost.sample_seconds, self._num_ranks)
+        prices: list[list[float]] = []
+        for rank in range(self._num_ranks):
+            lengths = self._lengths[ranks == rank].tolist()
+            groups = split(lengths, self._cost.seconds, max_rows=self._max_rows, max_tokens=self._max_tokens)
+            prices.append([self._cost.seconds(len(group), lengths[group[0]]) for group in groups])
+        return _Dealt(ranks.astype(np.int64), self._slowest(prices))
+
+    def _cut(self, budgets: Sequence[float], most: int | None = None) -> _Groups:
+        """Cut the sorted samples into groups, each within the next of the budgets, which repeat, and the limits.
+
+        A sample over the budget goes alone. Stop early with more than ``most`` groups.
+        """
+        launch, num_budgets = self._cost.seconds_per_microbatch, len(budgets)
+        starts: list[int] = []
+        prices: list[float] = []
+        start, missing = 0, 0  # samples that the last group still takes
+        for count, price, most_rows in self._runs:
+            left = count - min(missing, count)
+            missing -= count - left
+            while left:
+                rows = most_rows
+                room = budgets[len(starts) % num_budgets] - launch
+                if room < rows * price:
+                    rows = max(1, int(room / price))
+                groups = max(1, left // rows) if num_budgets == 1 else 1
+                starts += range(start, start + groups * rows, rows)
+                prices += [launch + rows * price] * groups
+                start += groups * rows
+                missing = max(0, groups * rows - left)
+                left = max(0, left - groups * rows)
+            if most is not None and len(starts) > most:
+                break
+        if missing and starts:  # the last group is not full
+            prices[-1] = launch + (prices[-1] - launch) * (self._num_samples - starts[-1]) / (start - starts[-1])
+        return _Groups(starts, prices)
+
+    def _equal_groups(self, most: int) -> _Groups:
+        """Return at most so many groups of the least budget, up to the factor `NEAR`."""
+        launch = self._cost.seconds_per_microbatch
+        weights = self._budget_weights()
+        low = launch + sum(count * price for count, price, _ in self._runs) / most
+        high = low * 1.02
+        while len((groups := self._cut([high * weight for weight in weights], most)).starts) > most:
+            low, high = high, high + 2 * (high - low)
+        while high > low * NEAR:
+            middle = (low + high) / 2
+            tried = self._cut([middle * weight for weight in weights], most)
+            if len(tried.starts) > most:
+                low = middle
+            else:
+                high, groups = middle, tried
+        return groups
+
+    def _budget_weights(self) -> list[float]:
+        """Return the share of the budget of each next group: by the speed of its rank, in turns from both ends."""
+        if self._is_even:
+            return [1.0]
+        return [self._speeds[rank] for rank in self._turns()]
+
+    def _turns(self) -> list[int]:
+        """Return the ranks of two rounds of groups, the second in reverse."""
+        ranks = list(range(self._num_ranks))
+        return [*ranks, *reversed(ranks)]
+
+    def _deal(self, groups: _Groups, most: int | None) -> _Dealt:
+        """Deal groups, at most so many to a rank: the costliest first. Ranks of other speeds take turns."""
+        num_groups = len(groups.starts)
+        if self._is_even:
+            rank_of = _deal_by_cost(groups.prices, self._num_ranks, most)
+        else:
+            turns = self._turns()
+            rank_of = [turns[index % len(turns)] for index in range(num_groups)]
+        prices: list[list[float]] = [[] for _ in range(self._num_ranks)]
+        for price, rank in zip(groups.prices, rank_of, strict=True):
+            prices[rank].append(price)
+        sizes = np.diff([*groups.starts, self._num_samples])
+        ranks = np.empty(self._num_samples, dtype=np.int64)
+        ranks[self._order] = np.repeat(rank_of, sizes)
+        return _Dealt(ranks, self._slowest(prices))
+
+    def _slowest(self, prices: Sequence[Sequence[float]]) -> float:
+        """Return the seconds of the slowest rank. Every rank launches as many microbatches as the one with the most."""
+        most, launch = max(map(len, prices)), self._cost.seconds_per_microbatch
+        seconds = [sum(of_rank) + (most - len(of_rank)) * launch for of_rank in prices]
+        return max(value / speed for value, speed in zip(seconds, self._speeds, strict=True))
+
+
+def _deal_by_cost(prices: Sequence[float], num_ranks: int, most: int | None) -> list[int]:
+    """Return the rank of each group: longest processing time first (Graham 1969), at most so many to a rank."""
+    ranks = [0] * len(prices)
+    room = [len(prices) if most is None else most] * num_ranks
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for group in sorted(range(len(prices)), key=lambda group: -prices[group]):
+        load, rank = heapq.heappop(loads)
+        ranks[group] = rank
+        room[rank] -= 1
+        if room[rank]:
+            heapq.heappush(loads, (load + prices[group], rank))
+    return ranks
