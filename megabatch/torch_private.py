@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -579,7 +579,7 @@ def _note_flat_gradient(note: Callable[[], None], _: Tensor) -> None:
 
 def param_groups(modules: Iterable[Any]) -> list[Any]:
     """``_get_fsdp_state()._fsdp_param_groups``: parameters that are gathered and reduced together."""
-    return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    return [group for module in modules for group in groups_of_state(module._get_fsdp_state())]
 
 
 def fsdp_policy(module: Any) -> Any:
@@ -625,8 +625,11 @@ def fsdp_states(modules: Iterable[Any]) -> list[Any]:
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """``_fsdp_param_groups`` of one call of fully_shard."""
-    return state._fsdp_param_groups
+    """``_fsdp_param_groups`` of one call of fully_shard; ``_fsdp_param_group`` in torch 2.11."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def modules_of_state(state: Any) -> Sequence[nn.Module]:
@@ -654,25 +657,107 @@ def replicate_fsdp2(module: Any, mesh: DeviceMesh, ignored: set[nn.Parameter]) -
     replicate(module, mesh=mesh, ignored_params=ignored)
 
 
+def reduce_unused_parameters(module: Any) -> None:
+    """Let a rank reduce zeros for parameters of ``module`` that it has not used, and other ranks may have.
+
+    Without it ranks reduce different parameters, and one's gradient is added to another's or the process aborts.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in groups_of_state(module._get_fsdp_state()):
+        group.__class__ = _class_of_groups_with_unused()
+
+
+@cache
+def _class_of_groups_with_unused() -> type:
+    """Return the class of groups for torch 2.11 and 2.12, which have no `set_reduce_scatter_unused_params`."""
+
+    class ParamGroupWithUnused(cast(Any, class_of_groups())):
+        def post_backward(self, *unused: Any) -> None:
+            if self.reduce_grads:
+                for parameter in unsharded_parameters_without_gradient(self):
+                    parameter.grad = torch.zeros_like(parameter)
+            super().post_backward(*unused)
+
+    return ParamGroupWithUnused
+
+
+def unsharded_parameters_without_gradient(group: Any) -> list[nn.Parameter]:
+    """Return the trained unsharded parameters of a group of which no backward has left a gradient."""
+    waiting = [parameter for parameter in group.fsdp_params if accumulated_gradient(parameter) is None]
+    unsharded = [leaf for parameter in waiting if (leaf := unsharded_parameter(parameter)) is not None]
+    return [leaf for leaf in unsharded if leaf.requires_grad and leaf.grad is None]
+
+
+def accumulated_gradient(parameter: Any) -> Tensor | None:
+    """``unsharded_accumulated_grad`` of a parameter of a group, beside the unsharded parameter's own gradient.
+
+    From torch 2.15 on there is no other gradient than the unsharded parameter's, and the name is a property.
+    """
+    return vars(parameter).get("unsharded_accumulated_grad")
+
+
+def finalizes_by_hand(module: Any) -> bool:
+    """``set_manual_backward_finalization`` of torch 2.15, after which no backward reduces."""
+    return getattr(module._get_fsdp_state()._state_ctx, "manual_backward_finalization", False)
+
+
 def drop_fsdp_gradients(modules: Sequence[Any]) -> None:
     """Drop what a backward of FSDP2's has left beside the shards' ``grad``."""
     # zero_grad does not reach what was accumulated unsharded, and reset_iter_state of torch 2.13 leaves it too.
     for module in modules:
         if module._get_fsdp_state()._is_root:  # None before the first forward
-            module.reset_iter_state()
+            _reset_iteration(module)
     for group in param_groups(modules):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if accumulated_gradient(parameter) is not None:
+                parameter.unsharded_accumulated_grad = None
         for parameter in unsharded_parameters(group):
             parameter.grad = None
+
+
+def _reset_iteration(root: Any) -> None:
+    """``FSDPModule.reset_iter_state``, also for torch 2.11 and 2.12: forget a forward or backward that raised."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    context, shared = root._get_fsdp_state()._comm_ctx, root._get_fsdp_state()._state_ctx
+    for state in shared.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in groups_of_state(state):
+            _reset_group(group)
+    context.all_gather_state = None
+    context.post_forward_order.clear()
+    if hasattr(context, "reduce_scatter_states"):
+        context.reduce_scatter_states.clear()
+    else:  # torch 2.11
+        context.reduce_scatter_state = None
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any) -> None:
+    # What a collective still writes to must not be freed; this stands in for waiting for each of its events.
+    if group.device.type != "cpu":
+        torch.accelerator.synchronize(group.device)
+    gathering = group._all_gather_result
+    if gathering is not None and isinstance(gathering.all_gather_work, dist.Work):
+        gathering.all_gather_work.wait()
+    group._all_gather_result = None
+    group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+    group._post_forward_indices.clear()
+    group._training_state = type(group._training_state).IDLE
+    group._to_sharded()
 
 
 def holds_fsdp_gradients(groups: Sequence[Any]) -> bool:
     """Return True if a backward has left gradients of FSDP2 that are not reduced, or not over all ranks."""
     return any(
         group._partial_reduce_output is not None
-        or any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params)
+        or any(accumulated_gradient(each) is not None for each in group.fsdp_params)
         or any(each.grad is not None for each in unsharded_parameters(group))
         for group in groups
     )
@@ -682,8 +767,11 @@ def holds_fsdp_gradients(groups: Sequence[Any]) -> bool:
 def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
     """``_root_post_backward_final_callback``: reduce what the backwards before have left, as if one had ended."""
     for module in modules:
-        if module._get_fsdp_state()._is_root:  # None before the first forward
-            module._get_fsdp_state()._root_post_backward_final_callback()
+        state = module._get_fsdp_state()
+        if state._is_root:  # None before the first forward
+            if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # which a backward of torch 2.15 sets
+                state._state_ctx.manual_backward_finalization_active = False
+            state._root_post_backward_final_callback()
 
 
 @contextmanager
@@ -692,25 +780,35 @@ def reducing_to(modules: Sequence[Any], dtype: torch.dtype | None) -> Generator[
     for module in modules:  # else the first forward does this, and sets the dtype again
         module._get_fsdp_state()._lazy_init()
     groups = param_groups(modules)
-    own = [group._orig_dtype for group in groups]
+    places = [place for group in groups for place in _places_of_dtype(group)]
+    before = [getattr(place, name) for place, name in places]
     try:
+        for place, name in places:
+            setattr(place, name, dtype)
         for group in groups:
-            group._orig_dtype = dtype
             group.post_backward = partial(_reduce_in_one_dtype, group)
         yield
     finally:
-        for group, before in zip(groups, own, strict=True):
-            group._orig_dtype = before
+        for (place, name), own in zip(places, before, strict=True):
+            setattr(place, name, own)
+        for group in groups:
             vars(group).pop("post_backward", None)
+
+
+def _places_of_dtype(group: Any) -> list[tuple[Any, str]]:
+    """``_orig_dtype`` of a group; from torch 2.15 on ``sharded_grad_dtype`` of each parameter."""
+    if hasattr(group, "_orig_dtype"):
+        return [(group, "_orig_dtype")]
+    return [(parameter, "sharded_grad_dtype") for parameter in group.fsdp_params]
 
 
 def _reduce_in_one_dtype(group: Any, *given: Any) -> None:
     """Widen what the last microbatch alone has used, and what none has: FSDP2 reduces gradients of one dtype."""
     parameters = [each for each in group.fsdp_params if unsharded_parameter(each) is not None]
-    if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for each in parameters):
-        for each in [each for each in parameters if each.unsharded_accumulated_grad is None]:
+    if group.reduce_grads and any(accumulated_gradient(each) is not None for each in parameters):
+        for each in [each for each in parameters if accumulated_gradient(each) is None]:
             each.to_accumulated_grad_if_needed()
-            if each.unsharded_accumulated_grad is None and each._unsharded_param.requires_grad:
+            if accumulated_gradient(each) is None and each._unsharded_param.requires_grad:
                 zeros = torch.zeros_like(each._unsharded_param, dtype=each.reduce_dtype, requires_grad=False)
                 each.unsharded_accumulated_grad = zeros
     type(group).post_backward(group, *given)
@@ -766,7 +864,8 @@ def _unshard(group: Any, note: Callable[[], None], *given: Any, **named: Any) ->
 
 
 def _wait_to_reduce(group: Any, note: Callable[[], None]) -> None:
-    note()
+    if group._training_state.name == "POST_BACKWARD":  # torch 2.11 and 2.12 wait here at the end of a backward too
+        note()
     type(group)._wait_for_post_backward(group)
 
 

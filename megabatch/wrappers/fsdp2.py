@@ -22,6 +22,7 @@ from megabatch.torch_private import (
     noting_collectives,
     param_groups,
     reduce_fsdp_gradients,
+    reduce_unused_parameters,
     reducing_to,
     unsharded_parameter,
     unsharded_parameters,
@@ -54,9 +55,7 @@ class FSDP2Wrapper(Wrapper):
         for module in modules:  # neither setter reaches the children
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):
-                # Ranks that used different parameters would else reduce one's gradient into another's.
-                module.set_reduce_scatter_unused_params(True, recurse=False)
+            reduce_unused_parameters(module)
 
     def accumulate_in(self, wide: WideGradients) -> None:
         check_wide(self._modules, wide, self.parameters)
