@@ -2,6 +2,8 @@
 
 import sys
 
+from megabatch.errors import MegabatchError, install_command, require_version
+
 EXTRA = {
     "datasets",
     "pyarrow",
@@ -23,14 +25,16 @@ def main() -> None:
         status = front.run(sys.argv[1:])
         if status is not None:
             sys.exit(status)
+        require_version("transformers")
         from megabatch.train.cli import commands
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in EXTRA:
             raise
-        from megabatch.errors import install_command
-
         print(f"megabatch: {name} is not installed; {install_command('train')}", file=sys.stderr)
+        sys.exit(2)
+    except MegabatchError as error:
+        print(f"megabatch: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # while torch is imported, which takes seconds
         print(file=sys.stderr)

@@ -5,10 +5,13 @@ Each message is one line: the observed value, the expected one, and the change t
 
 import math
 import operator
+from contextlib import suppress
 from numbers import Real
 from typing import NamedTuple, SupportsIndex
 
 __all__ = ["LossContractError", "MegabatchError", "MicrobatchLimit", "PlanError", "in_one_line", "install_command"]
+
+OLDEST = {"transformers": "5.1"}  # 5.0 leaves tied weights of a model without memory untied
 
 
 class MicrobatchLimit(NamedTuple):
@@ -54,6 +57,16 @@ def in_one_line(error: BaseException) -> str:
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of the package, from a checkout and from an index."""
     return f"""pip install -e ".[{extra}]" in a checkout, pip install "megabatch[{extra}]" elsewhere"""
+
+
+def require_version(package: str) -> None:
+    """Raise `MegabatchError` for an installed package that is older than in `OLDEST`, and nothing for a missing one."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    with suppress(PackageNotFoundError):
+        installed, oldest = version(package), OLDEST[package]
+        if [int(part) for part in installed.split(".")[:2]] < [int(part) for part in oldest.split(".")]:
+            raise MegabatchError(f"megabatch needs {package}>={oldest} and {installed} is installed; upgrade it")
 
 
 def require_count(name: str, value: object, *, least: int = 1) -> int:

@@ -1,14 +1,16 @@
 """Access to torch internals without a stability promise: one function for each, with its source.
 
-The source is torch 2.13. `check_torch` runs when this file is imported, and names the internals that a later version
-lacks.
+The source is torch 2.13. Where torch 2.11 to 2.15 differ, the function says how. `check_torch` runs when this file is
+imported, and `check_feature` where a feature is used: they name what another version lacks.
 """
 
+import importlib
 import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
+from types import FunctionType
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -25,6 +27,8 @@ from torch.optim import _muon
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+from megabatch.errors import MegabatchError
 
 pytree = _pytree  # nested containers of tensors
 NEEDS_DATA = (  # what a fake tensor raises where its contents are read
@@ -56,13 +60,71 @@ NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and wh
 )
 
 
+TESTED = "2.11 to 2.15"  # versions of torch, in docs/versions.md
+NEEDED_BY: dict[str, dict[str, str]] = {  # of a feature: "module:class" → names, of which | divides alternatives
+    "FSDP2": {
+        "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state set_gradient_divide_factor set_is_last_backward "
+        "set_force_sum_reduction_for_comms set_requires_all_reduce set_requires_gradient_sync",
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_auto_reshard_after_forward _comm_ctx _is_root "
+        "_fsdp_param_groups|_fsdp_param_group _lazy_init _modules _mp_policy _root_post_backward_final_callback "
+        "_state_ctx _training_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": "_all_gather_result _module_fqn "
+        "_partial_reduce_output _to_sharded _training_state _wait_for_post_backward fsdp_params is_sharded "
+        "is_sharded_post_forward is_unsharded mesh_info post_backward post_forward_mesh_info reduce_grads "
+        "reshard_after_backward unshard_in_backward",
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": "_unsharded_param reduce_dtype sharded_param",
+    },
+    "pipelines": {
+        "torch.distributed.pipelining.schedules:_PipelineSchedule": "_has_backward _step_microbatches",
+    },
+    "plan": {
+        "torch.utils.flop_counter": "flop_registry sdpa_backward_flop_count sdpa_flop_count",
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator": "_propagate_tensor_meta_non_cached",
+        "torch.distributed.tensor._redistribute": "_gen_transform_infos clear_redistribute_planner_cache",
+        "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
+        "torch.testing._internal.distributed.fake_pg": "FakeStore",
+        "torch.distributed.pipelining.schedules": "_batch_p2p",
+    },
+}
+
+
 def check_torch() -> None:
     """Raise `ImportError` where this version of torch lacks something that the library reads."""
     for owner, name, what in NEEDED:
         if not hasattr(owner, name):
             raise ImportError(
-                f"torch {torch.__version__} has no {name}, by which megabatch reads {what}; install torch 2.13"
+                f"torch {torch.__version__} has no {name}, by which megabatch reads {what}; install torch {TESTED}"
             )
+
+
+@cache
+def check_feature(feature: str) -> None:
+    """Raise `MegabatchError` where this version of torch lacks something that a feature of `NEEDED_BY` reads."""
+    for place, names in NEEDED_BY[feature].items():
+        module, _, owner_name = place.partition(":")
+        try:
+            owner = importlib.import_module(module)
+        except ImportError:
+            raise _lacking(feature, module) from None
+        if owner_name:
+            owner = getattr(owner, owner_name, None)
+        for alternatives in names.split():
+            if not any(_has_name(owner, name) for name in alternatives.split("|")):
+                raise _lacking(feature, f"{place.replace(':', '.')}.{alternatives}")
+
+
+def _has_name(owner: Any, name: str) -> bool:
+    """Return True for a member of a module or class, and for an attribute that a method of the class reads or sets."""
+    if hasattr(owner, name) or name in getattr(owner, "__annotations__", ()):
+        return True
+    methods = [member for member in vars(owner).values() if isinstance(member, FunctionType)] if owner else []
+    return any(name in method.__code__.co_names for method in methods)
+
+
+def _lacking(feature: str, name: str) -> MegabatchError:
+    return MegabatchError(
+        f"{feature} does not work under torch {torch.__version__}, which has no {name}; install torch {TESTED}"
+    )
 
 
 # Importing DTensor or FSDP takes 0.7 s, so a check for one of their classes does not: where nobody has imported the
@@ -878,11 +940,29 @@ def run_schedule(schedule: Any, args: list[Any], kwargs: list[Any], *, backward:
     schedule._step_microbatches(args, kwargs, list(range(len(args))), None, False)
 
 
-def agreement_of_stages() -> tuple[type, str]:
-    """Return the class and the method with which stages tell each other that they know all shapes."""
-    from torch.distributed.pipelining import schedules
+def agreement_of_stages() -> tuple[type, str, Callable[..., Any]]:
+    """Return the class and the method with which stages tell each other that they know all shapes, and a silent one."""
+    from torch.distributed.pipelining import schedules, stage
 
-    return cast(Any, schedules)._PipelineSchedule, "_warmup_p2p"
+    schedule: Any = cast(Any, schedules)._PipelineSchedule
+    for name in ("_warmup_p2p", "_initialize_pipeline_distributed_state"):  # the second since torch 2.15
+        if hasattr(schedule, name):
+            return schedule, name, _know_shapes
+    base: Any = cast(Any, stage)._PipelineStageBase
+    if not hasattr(base, "_get_init_p2p_neighbors_ops"):
+        raise _lacking("a plan of a pipeline", "_PipelineSchedule._warmup_p2p")
+    return base, "_get_init_p2p_neighbors_ops", _send_nothing  # torch 2.11
+
+
+def _know_shapes(schedule: object, stages: Iterable[Any], *unused: object) -> None:
+    from torch.distributed.pipelining import stage
+
+    for each in stages:
+        each._inference_mode = cast(Any, stage).InferenceMode.STATIC
+
+
+def _send_nothing(stage: object) -> list[Any]:
+    return []
 
 
 def messages_of_stages() -> tuple[Any, str]:
@@ -890,14 +970,6 @@ def messages_of_stages() -> tuple[Any, str]:
     from torch.distributed.pipelining import schedules
 
     return schedules, "_batch_p2p"
-
-
-def know_shapes(stages: Iterable[Any]) -> None:
-    """Let stages take the shapes that they were given, as after that agreement."""
-    from torch.distributed.pipelining import stage
-
-    for each in stages:
-        each._inference_mode = cast(Any, stage).InferenceMode.STATIC
 
 
 check_torch()

@@ -4,12 +4,17 @@ import ast
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import Partial
 
-from megabatch import torch_private
+from megabatch import MegabatchError, torch_private
+from megabatch.pipeline import Pipeline
+from megabatch.simulate import simulate
+from megabatch.wrappers.fsdp2 import FSDP2Wrapper
 from tests.test_imports import LIBRARY, TREES, file_of
 
 SLOW = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo", "sympy")
@@ -42,6 +47,13 @@ EXCEPTIONS = {  # names of torch's that a file uses itself, and why
     ),
     "verification.gradient_comparison": ("_wrapper",),  # of GradientAccumulator
 }  # fmt: skip
+
+NOTHING: Any = None
+USES = {  # of a feature, which says what torch lacks before it looks at its arguments
+    "FSDP2": lambda: FSDP2Wrapper(nn.Linear(1, 1), [], NOTHING),
+    "pipelines": lambda: Pipeline([], NOTHING, boundary=NOTHING, output=NOTHING),
+    "plan": lambda: simulate(NOTHING, NOTHING, NOTHING, NOTHING, device="h100-80g"),
+}
 
 
 def test_what_is_slow_is_not_imported_for_a_plain_model() -> None:
@@ -81,8 +93,23 @@ def test_what_a_version_of_torch_lacks_is_said(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ImportError) as raised:
         torch_private.check_torch()
     assert str(raised.value) == (
-        f"torch {torch.__version__} has no _there_is_none, by which megabatch reads writes; install torch 2.13"
+        f"torch {torch.__version__} has no _there_is_none, by which megabatch reads writes; install torch 2.11 to 2.15"
     )
+
+
+@pytest.mark.parametrize("feature", torch_private.NEEDED_BY)
+def test_what_a_feature_reads_is_there(feature: str) -> None:
+    torch_private.check_feature(feature)
+
+
+@pytest.mark.parametrize("feature", torch_private.NEEDED_BY)
+def test_what_a_feature_lacks_is_said_where_it_is_used(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
+    place = next(iter(torch_private.NEEDED_BY[feature]))
+    monkeypatch.setitem(torch_private.NEEDED_BY, feature, {place: "_there_is_none|_there_is_no_other"})
+    torch_private.check_feature.cache_clear()
+    with pytest.raises(MegabatchError, match=rf"^{feature} does not work under torch .*_there_is_none"):
+        USES[feature]()
+    torch_private.check_feature.cache_clear()
 
 
 def test_a_class_that_nobody_has_imported_has_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Length, Microbatch
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine.update import Update
-from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
+from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line, require_version
 from megabatch.integrations import mean_loss
 from megabatch.integrations.mean_loss import LossTrial, choose_samples
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
@@ -27,6 +27,7 @@ from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_h
 from megabatch.losses.mean import mean
 from megabatch.losses.ready_made import HALF_TYPES
 
+require_version("transformers")
 try:
     from accelerate.utils import gather_object
     from transformers import Trainer

@@ -6,8 +6,16 @@ from collections.abc import Generator
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
+
+from megabatch.errors import MegabatchError
+
+try:
+    from accelerate.utils import gather_object
+except ModuleNotFoundError:
+    raise MegabatchError(
+        "megabatch.integrations.transformers needs accelerate, which is not installed: pip install accelerate"
+    ) from None
 
 
 def has_metrics(trainer: Any) -> bool:

@@ -24,7 +24,7 @@ from megabatch.engine.error_broadcast import is_of_message, is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.pipeline.tied import TiedParameters
 from megabatch.planning.partition import MOST_STEPS
-from megabatch.torch_private import is_fsdp2, is_replicate_module, original_of, pytree, run_schedule
+from megabatch.torch_private import check_feature, is_fsdp2, is_replicate_module, original_of, pytree, run_schedule
 from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper
 from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
 from megabatch.wrappers.detect import wrapper_of_one
@@ -113,6 +113,7 @@ class Pipeline(SelfWrapped):
         self, stages: Sequence[nn.Module], mesh: DeviceMesh, *, boundary: Shape, output: Shape, schedule: str = "1F1B",
         tied: Mapping[str, nn.Parameter] | None = None,
     ) -> None:  # fmt: skip
+        check_feature("pipelines")
         super().__init__()
         check_axes(mesh)
         if "pp" not in (mesh.mesh_dim_names or ()):

@@ -259,11 +259,17 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    return sdpa_flop_count(query.shape, _with_heads_of(query, key), _with_heads_of(query, value))
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    repeated_key, repeated_value = _with_heads_of(query, key), _with_heads_of(query, value)
+    return sdpa_backward_flop_count(grad.shape, query.shape, repeated_key, repeated_value)
+
+
+def _with_heads_of(query: Tensor, grouped: Tensor) -> tuple[int, ...]:
+    """Return the shape of keys or values of grouped heads, repeated as in a kernel. Torch 2.11 counts no groups."""
+    return (*grouped.shape[:1], *query.shape[1:2], *grouped.shape[2:])
 
 
 def _grouped_mm(tokens: Tensor, weights: Tensor, *_: object, **__: object) -> int:
@@ -277,3 +283,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._grouped_mm: _grouped_mm,
 }
+# Torch's own formulas of attention, of which those of torch 2.11 refuse grouped heads.
+for operation in flop_registry:
+    if "scaled_dot_product" in str(operation):
+        FORMULAS[operation] = _attention_backward if "backward" in str(operation) else _attention

@@ -66,7 +66,7 @@ from megabatch.simulate.fake_cluster import (
 from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, Step, replaced, tagging_shards, trace_of
 from megabatch.simulate.replica import Replica
 from megabatch.simulate.traffic import SEND, Sent, message_seconds
-from megabatch.torch_private import agreement_of_stages, know_shapes, messages_of_stages, pytree
+from megabatch.torch_private import agreement_of_stages, check_feature, messages_of_stages, pytree
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.checks import checksum
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
@@ -282,6 +282,7 @@ def simulate(
     Raises:
         PlanError: For a model or loss that cannot be simulated. No process group and no change in torch stays behind.
     """
+    check_feature("plan")
     require_count("num_microbatches", num_microbatches)
     if max_norm is not None:
         require_positive("max_norm", max_norm)
@@ -598,24 +599,19 @@ def _entering_actions(ledger: Ledger) -> Generator[None]:
 
         return perform_reduce_grad
 
-    def take_shapes(_: object) -> Callable[..., None]:
-        def warm_up(schedule: object, stages: Sequence[Any], *unused: object) -> None:
-            know_shapes(stages)
-
-        return warm_up
-
     def keep_sent(send: Callable[..., Any]) -> Callable[..., Any]:
         def batch_p2p(operations: Sequence[dist.P2POp], *args: Any, **kwargs: Any) -> _Works:
             return _Works(send(operations, *args, **kwargs), operations)
 
         return batch_p2p
 
+    stages, agreement, silent = agreement_of_stages()
     with (
         replaced(PipelineStage, "forward_one_chunk", forward),
         replaced(PipelineStage, "backward_one_chunk", backward),
         replaced(PipelineStage, "backward_weight_one_chunk", weights),
         replaced(PipelineStage, "perform_reduce_grad", reduction),
-        replaced(*agreement_of_stages(), take_shapes),
+        replaced(stages, agreement, lambda _: silent),
         replaced(*messages_of_stages(), keep_sent),
     ):
         yield

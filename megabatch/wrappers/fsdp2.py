@@ -15,7 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.errors import PlanError
 from megabatch.planning.plan import num_gathered_once
 from megabatch.torch_private import (
+    check_feature,
     drop_fsdp_gradients,
+    finalizes_by_hand,
     holds_fsdp_gradients,
     keeping_gathered,
     name_of_group,
@@ -41,6 +43,7 @@ class FSDP2Wrapper(Wrapper):
     hands_over_in_backward = True
 
     def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
+        check_feature("FSDP2")
         super().__init__(model, ranks)
         self._modules = modules
         self._groups = param_groups(modules)
@@ -74,6 +77,11 @@ class FSDP2Wrapper(Wrapper):
     def check_unchanged(self) -> None:
         if [parameter.requires_grad for parameter in self._model.parameters()] != self._trained:
             raise PlanError(CHANGED)
+        if any(map(finalizes_by_hand, self._modules)):
+            raise PlanError(
+                "set_manual_backward_finalization(True) keeps FSDP2 from reducing gradients; leave it off, since "
+                "finalize() of the accumulator finishes the update"
+            )
         super().check_unchanged()
 
     @property

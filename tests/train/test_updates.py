@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from itertools import pairwise
@@ -261,6 +263,24 @@ def test_what_cannot_be_read_is_said_in_one_line(kind, num_workers, tmp_path):
     with pytest.raises(MegabatchError, match=expected) as raised:
         list(updates_of(config, data=data))
     assert "\n" not in str(raised.value)
+
+
+WITH_OPEN_WORKER = """
+import multiprocessing, subprocess
+from torch.utils.data import DataLoader
+from megabatch.train.data.updates import options
+
+items = iter(DataLoader(range(8), **options(1) | {"collate_fn": None}))
+first = next(items)
+(worker,) = multiprocessing.active_children()
+subprocess.run(["kill", str(worker.pid)], check=True)
+print(first, *(next(items) for _ in range(6)))
+"""
+
+
+def test_a_worker_outlives_a_signal_to_the_run_and_ends_with_its_parent():
+    ended = subprocess.run([sys.executable, "-c", WITH_OPEN_WORKER], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0 1 2 3 4 5 6\n", "")
 
 
 @pytest.mark.slow

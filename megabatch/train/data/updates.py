@@ -29,7 +29,7 @@ from megabatch.train.data.encode import Skipped
 from megabatch.train.data.load import Data
 from megabatch.train.data.samples import View
 from megabatch.train.data.stream import Stream, StreamPosition, StreamUpdate
-from megabatch.train.runtime.exit import ignore_signals_in_worker
+from megabatch.train.runtime.exit import end_with_parent, ignore_signals_in_worker
 from megabatch.train.runtime.ranks import Ranks
 
 State = dict[str, Any]  # JSON
@@ -386,6 +386,7 @@ def begin_worker(number: int) -> None:
     """Keep a forked tokenizer from warning that it starts no threads, and signals for the process that trains."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     ignore_signals_in_worker()
+    end_with_parent()
 
 
 def from_workers(loader: "DataLoader[Delivery]", config: Config) -> Iterator[Delivery]:

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from megabatch.errors import MegabatchError, in_one_line
+from megabatch.errors import OLDEST, MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.recipe_paths import check_model_folder, check_tokenizer_folder
 from megabatch.train.data.stream import check_positions
@@ -185,11 +185,24 @@ def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrained
     backend = {} if config.attention is None else {"attn_implementation": config.attention}
     try:
         with silence():
-            return cast(Any, AutoModelForCausalLM).from_config(
+            model = cast(Any, AutoModelForCausalLM).from_config(
                 architecture, dtype=dtype_of(config), trust_remote_code=False, **backend
             )
     except Exception as error:  # whatever its layers raise for what they cannot be built of
         raise refused(config, error) from None
+    check_tied(model)
+    return model
+
+
+def check_tied(model: Any) -> None:
+    """Raise `MegabatchError` for weights that the config ties and the model has twice: they would be trained apart."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, other in getattr(model, "all_tied_weights_keys", {}).items():
+        if parameters.get(name) is not parameters.get(other):
+            raise MegabatchError(
+                f"{type(model).__name__} has {name} apart from {other}, which its config ties; install "
+                f"transformers>={OLDEST['transformers']}, or set model.config.tie_word_embeddings = false"
+            )
 
 
 def refused(config: ModelConfig, error: Exception) -> MegabatchError:

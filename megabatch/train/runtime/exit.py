@@ -212,6 +212,22 @@ def kill_workers() -> None:
         child.kill()
 
 
+def end_with_parent() -> None:
+    """End this process, which loads samples, on SIGTERM from its parent, which waits for it when it ends itself.
+
+    A signal to all processes of a run comes from another process, and changes nothing.
+    """
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_signal_of, args=(os.getppid(),), daemon=True).start()
+
+
+def _await_signal_of(process: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
+        pass
+    os._exit(0)
+
+
 def ignore_signals_in_worker() -> None:
     """Let a process that loads samples ignore signals: its parent gets them too and may still need samples."""
     signal.set_wakeup_fd(-1)
