@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 import megabatch
 from megabatch import Learner, MegabatchError
+from megabatch.errors import OLDEST, require_version
 from tests.exact import inputs
 from tests.exact.launch import of_ranks
 from tests.unit.failures import (
@@ -197,3 +200,37 @@ def test_every_error_is_provoked(alone, in_a_group, told):
         and not any(re.fullmatch(pattern, text) for text in texts)
     }
     assert not missing
+
+
+def test_an_older_transformers_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_version("transformers")
+    (tmp_path / "transformers-4.57.6.dist-info").mkdir()
+    (tmp_path / "transformers-4.57.6.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 4.57.6\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        MegabatchError, match=r"^megabatch needs transformers>=5\.1 and 4\.57\.6 is installed; upgrade it$"
+    ):
+        require_version("transformers")
+
+
+def test_the_oldest_versions_are_those_that_the_package_asks_for() -> None:
+    asked = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f'"{package}>={version}"' in asked for package, version in OLDEST.items())
+
+
+WITHOUT_ACCELERATE = """
+import sys
+sys.modules["accelerate"] = None
+from megabatch import MegabatchError
+try:
+    import megabatch.integrations.transformers
+except MegabatchError as error:
+    print(error)
+"""
+
+
+def test_what_an_integration_lacks_is_said_in_one_line() -> None:
+    said = subprocess.run([sys.executable, "-c", WITHOUT_ACCELERATE], capture_output=True, text=True, check=True)
+    assert re.fullmatch(
+        r"megabatch\.integrations\.transformers needs accelerate, .*: pip install .*accelerate\n", said.stdout
+    )

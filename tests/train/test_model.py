@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
+from megabatch.errors import MegabatchError
 from megabatch.train.config.contradictions import check_config
-from megabatch.train.model.architecture import architecture_of
+from megabatch.train.model.architecture import architecture_of, check_tied
 from megabatch.train.model.build import (
     ATTENTIONS,
     ParallelModel,
@@ -238,6 +239,14 @@ def test_frozen_parameters_get_no_gradient() -> None:
     assert len(frozen) == 10
     assert not gradients(made).keys() & set(frozen)
     assert made.words[1].startswith("frozen: 8,")
+
+
+def test_a_model_whose_tied_weights_are_apart_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(architecture_of(recipe(family="tied llama").model))
+    check_tied(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(MegabatchError, match=r"lm_head\.weight apart from model\.embed_tokens\.weight"):
+        check_tied(model)
 
 
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:

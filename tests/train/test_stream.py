@@ -305,4 +305,12 @@ def test_the_standard_library_gives_functions_of_the_size_that_is_asked_for() ->
     assert all(MIN_BYTES <= len(text.encode()) <= MAX_BYTES for text in texts)
     assert all(function.response.strip() for function in functions)
     assert not any("/test/" in function.name or "/tests/" in function.name for function in functions)
-    assert sum(isinstance(ast.parse(text).body[0], ast.FunctionDef | ast.AsyncFunctionDef) for text in texts) > 490
+    assert sum(map(is_function, texts)) > 490
+
+
+def is_function(text: str) -> bool:
+    """Return False for a method with a string at column 0 too, which does not dedent."""
+    try:
+        return isinstance(ast.parse(text).body[0], ast.FunctionDef | ast.AsyncFunctionDef)
+    except IndentationError:
+        return False
