@@ -26,9 +26,10 @@ TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 PURE = ("filelock", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy", "setuptools")  # torch's own
 EXTRAS = (
     "transformers", "safetensors", "datasets", "pyarrow", "pydantic", "tyro", "tomli_w", "rich", "tensorboard",
-    "scikit-learn", "matplotlib", "pytest", "hypothesis", "packaging", "psutil",
+    "scikit-learn", "matplotlib", "hypothesis", "packaging", "psutil",
 )  # fmt: skip
 ON_TORCH = ("accelerate", "peft", "trl")  # what would bring a torch of its own
+RUNNER = ("pytest", "pytest-xdist", "execnet", "iniconfig", "pluggy", "Pygments", "packaging")
 OLDEST = {
     "accelerate": "1.10.0", "datasets": "4.7.0", "numpy": "1.26.0", "peft": "0.18.0", "pydantic": "2.0",
     "rich": "13.0.0", "safetensors": "0.5.0", "tomli_w": "1.0.0", "transformers": "5.1.0", "trl": "1.0.0",
@@ -124,7 +125,7 @@ def make(environments: Iterable[Environment], folder: Path, python: Path) -> dic
         pins = pinned() if not environment.pins else dict(environment.pins)
         extras = folder / ("oldest" if environment.pins else "pinned")
         install(python, extras, [*PURE, *EXTRAS], pins=pins)
-        install(python, extras.with_name(f"{extras.name}-on-torch"), ON_TORCH, "--no-deps", pins=pins)
+        install(python, extras.with_name(f"{extras.name}-on-torch"), [*ON_TORCH, *RUNNER], "--no-deps", pins=pins)
         home = folder / f"env-{environment.name.replace(' ', '-')}"
         run([python, "-m", "venv", "--without-pip", home])
         (packages,) = home.glob("lib/python*/site-packages")
@@ -143,7 +144,7 @@ def measure(python: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"cwd": ROOT, "env": os.environ | quiet, "capture_output": True, "timeout": SECONDS}
     versions = run([python, "-c", VERSIONS], **options)
     programs = run([python, "-m", "tests.version_programs"], **options)
-    command = [python, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not full"]
+    command = [python, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow and not full"]
     tested = subprocess.run([*map(str, command), *TESTS], text=True, **options)
     counts = re.findall(r"(\d+) (passed|failed|errors?|skipped)", (tested.stdout.strip().splitlines() or [""])[-1])
     return {
