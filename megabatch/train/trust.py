@@ -4,9 +4,11 @@
 folder from elsewhere is no recipe of yours.
 """
 
+import grp
 import hashlib
 import hmac
 import os
+import pwd
 import secrets
 import stat
 import sys
@@ -82,9 +84,37 @@ def open_to_others(file: Path) -> str:
         status = path.stat()
         if status.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to another user"
-        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:  # of /tmp each owns what is theirs
+        if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:  # of /tmp each owns what is theirs
+            continue
+        if status.st_mode & stat.S_IWOTH:
             return f"everybody may write to {path}"
+        if status.st_mode & stat.S_IWGRP and not is_group_of_one(status.st_gid):
+            return f"the group {status.st_gid} may write to {path} (chmod g-w takes that away)"
+        if has_access_list(path):
+            return f"{path} has an access list, by which others may write to it (setfacl -b takes it away)"
     return ""
+
+
+def is_group_of_one(number: int) -> bool:
+    """Return True for your primary group if nobody else is in it, as most systems make one for each user."""
+    try:
+        you, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    if number != you.pw_gid:
+        return False
+    members = {user.pw_name for user in pwd.getpwall() if user.pw_gid == number}
+    return members | {*group.gr_mem} <= {you.pw_name}
+
+
+def has_access_list(path: Path) -> bool:
+    """Return True if named users or groups may write to a file, which its mode shows as rights of its group."""
+    if not path.stat().st_mode & stat.S_IWGRP or not hasattr(os, "listxattr"):
+        return False
+    try:
+        return "system.posix_acl_access" in os.listxattr(path)
+    except OSError:
+        return False
 
 
 def sealed(text: str) -> str:

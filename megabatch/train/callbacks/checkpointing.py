@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from megabatch import Learner, MegabatchError
-from megabatch.errors import MicrobatchLimit
+from megabatch.errors import MicrobatchLimit, in_one_line
 from megabatch.train.callbacks.ema import local
-from megabatch.train.checkpoints.metadata import BEST_ONLY, check_same_run, describe_run, read_meta
+from megabatch.train.checkpoints.metadata import BEST_ONLY, DamagedError, check_same_run, describe_run, read_meta
+from megabatch.train.checkpoints.paths import META
 from megabatch.train.checkpoints.retention import point_to_best
 from megabatch.train.checkpoints.run_folder import recipe_text
 from megabatch.train.checkpoints.tensor_files import load, states_of
@@ -112,12 +113,16 @@ def restore(context: RunContext, checkpoint: Path) -> None:
     """Bring the run to a whole checkpoint. Raises `MegabatchError` for another run's. Collective."""
     meta = read_meta(checkpoint)
     check_same_run(checkpoint, meta, dict(context.identity))
-    for name, part in context.positions.items():
-        if name in meta:  # a checkpoint from before its key was set has none
-            part.load_state_dict(meta[name])
+    try:
+        learned = None if meta.get(LEARNED) is None else MicrobatchLimit(*meta[LEARNED])
+        for name, part in context.positions.items():
+            if name in meta:  # a checkpoint from before its key was set has none
+                part.load_state_dict(meta[name])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # written by another version, or by somebody
+        raise DamagedError(checkpoint / META, in_one_line(error)) from None
     load(checkpoint, context.saved)
-    if meta.get(LEARNED) is not None:
-        context.learner.gradient.lower_limit(MicrobatchLimit(*meta[LEARNED]))
+    if learned is not None:
+        context.learner.gradient.lower_limit(learned)
 
 
 def check_weights(context: RunContext) -> None:

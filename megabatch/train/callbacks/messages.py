@@ -25,7 +25,7 @@ from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import decay_steps_of
-from megabatch.train.runtime.console import count, duration_text
+from megabatch.train.runtime.console import count, duration_text, printable
 from megabatch.train.runtime.files import PLAN
 
 ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
@@ -298,9 +298,7 @@ class FinalMessages(Callback):
 
 def shown(text: str) -> str:
     """Return the text without characters that would steer a terminal."""
-    return "".join(
-        each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text.rstrip()
-    )
+    return printable(text.rstrip())
 
 
 def rule(text: str) -> str:

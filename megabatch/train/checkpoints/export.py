@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoints.metadata import DamagedError, first_difference, read_meta
+from megabatch.train.checkpoints.metadata import DamagedError, describe_age, first_difference, read_meta
 from megabatch.train.checkpoints.paths import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
 from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint
 from megabatch.train.checkpoints.tensor_files import SafePlanner, SafeReader, reason_of, without_group_warning
@@ -31,6 +32,7 @@ from megabatch.train.model.architecture import architecture_of, construct, load_
 from megabatch.train.model.frozen import dequantize, described, kind_of, quantize, sealed
 from megabatch.train.model.weights import fill, fresh_source, load_whole, own_source, plan_units
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
+from megabatch.train.runtime.files import UNFINISHED
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.trust import check_trust
 
@@ -85,7 +87,7 @@ def export(
         else f"{type(model).__name__}, {config.model.dtype}, safetensors"
     )
     said = f"wrote {which} of {checkpoint} to {to}: {kind}"
-    return "\n".join([*(f"warning: {line}" for line in chosen.warnings), said])
+    return "\n".join([*(f"warning: {line}" for line in (*chosen.warnings, *describe_age(checkpoint))), said])
 
 
 def exported(config: Config, weights: Checkpointed, checkpoint: Path, *, merged: bool) -> Any:
@@ -340,9 +342,8 @@ def resolved(path: Path) -> Path:
 def writing(to: Path) -> Generator[Path, None, None]:
     """Return a folder beside, which becomes ``to`` at a good end and is gone at any other."""
     place = resolved(to)
-    beside = place.with_name(f"{place.name}.tmp")
+    beside = place.with_name(f".export-{uuid.uuid4().hex}{UNFINISHED}")  # a name that nobody else has
     try:
-        shutil.rmtree(beside, ignore_errors=True)  # left by an export that was killed
         beside.mkdir(parents=True)
         yield beside
         os.replace(beside, place)

@@ -6,6 +6,7 @@ edited one counts as damaged.
 """
 
 import json
+import stat
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +17,15 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.paths import META, POINTER, step_of
 from megabatch.train.config import Config
 from megabatch.train.config.secrets import MASK, mask
-from megabatch.train.runtime.files import DIGEST, read_sealed, sealed_text, sha256_of_file, write_synced
+from megabatch.train.runtime.files import (
+    DIGEST,
+    check_seal,
+    kind_of,
+    read_table,
+    sealed_text,
+    sha256_of_file,
+    write_synced,
+)
 from megabatch.train.runtime.ranks import Ranks
 
 Meta = dict[str, Any]
@@ -92,13 +101,17 @@ def find_changed_file(checkpoint: Path, digests: Digests, ranks: Ranks) -> str |
     return ranks.first_problem(problem)
 
 
-def size_problem(path: Path, num_bytes: int) -> str | None:
+def size_problem(path: Path, num_bytes: int, *, or_more: bool = False) -> str | None:
     """Return what is wrong with a file's size, if anything."""
     try:
-        size = path.stat().st_size
+        status = path.lstat()
     except (OSError, ValueError) as error:
         return f"{path.name} is not there" if isinstance(error, FileNotFoundError) else in_one_line(error)
-    return None if size == num_bytes else f"{path.name} has {size:,} bytes of {num_bytes:,}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path.name} is {kind_of(status.st_mode) or 'a folder'}, not a file"
+    size = status.st_size
+    is_right = size >= num_bytes if or_more else size == num_bytes
+    return None if is_right else f"{path.name} has {size:,} bytes of {num_bytes:,}"
 
 
 def content_problem(path: Path, expected: FileDigest) -> str | None:
@@ -126,19 +139,60 @@ def read_meta(checkpoint: Path) -> Meta:
     return {key: value for key, value in meta.items() if key not in (FILES, DIGEST)}
 
 
-def read_digests(checkpoint: Path) -> Digests:
-    """Return the digests of a checkpoint's files. Raises `DamagedError` if ``meta.json`` is damaged."""
+def read_digests(checkpoint: Path) -> Digests | None:
+    """Return the digests of a checkpoint's files; None for an earlier version's, which has none.
+
+    Raises `DamagedError` if ``meta.json`` is damaged, or names anything but files of the checkpoint.
+    """
     meta = _read_verified(checkpoint)
+    if not has_sums(meta):
+        return None
     try:
-        return {name: FileDigest(**each) for name, each in meta[FILES].items()}
+        digests = {name: FileDigest(**each) for name, each in meta[FILES].items()}
     except (KeyError, AttributeError, TypeError) as error:  # written by a later version
         raise DamagedError(checkpoint / META, in_one_line(error)) from None
+    for name, digest in digests.items():
+        if not is_plain_name(name):
+            raise DamagedError(checkpoint / META, f"it names {shorten(repr(name))}, which is no file of a checkpoint")
+        if type(digest.num_bytes) is not int or type(digest.sha256) is not str:
+            raise DamagedError(checkpoint / META, f"it has no size and SHA-256 of {shorten(name)}")
+    return digests
+
+
+def has_sums(meta: Meta) -> bool:
+    """Return True for the metadata of a checkpoint whose files have digests; those of earlier versions have none."""
+    return FILES in meta or DIGEST in meta
+
+
+def is_plain_name(name: str) -> bool:
+    """Return True for the name of a file in a folder, which leads neither out of it nor into another."""
+    return Path(name).name == name and name not in ("", "..") and name.isprintable()
+
+
+def describe_age(checkpoint: Path) -> list[str]:
+    """Return lines about a whole checkpoint of an earlier version, or of other versions of what it was made with."""
+    meta = _read_verified(checkpoint)
+    lines = []
+    if not has_sums(meta):
+        lines.append(
+            f"{checkpoint} is of an earlier version and has no sums: its files are long enough, and what is in them is "
+            "not checked"
+        )
+    saved, here = meta.get("versions"), installed_versions()
+    if isinstance(saved, dict):
+        differing = [name for name in here if cast(Meta, saved).get(name, here[name]) != here[name]]
+        there = ", ".join(f"{name} {shorten(cast(Meta, saved)[name])}" for name in differing)
+        now = ", ".join(f"{name} {here[name]}" for name in differing)
+        lines += [f"{checkpoint} was made with {there}, and this is {now}"] if differing else []
+    return lines
 
 
 def _read_verified(checkpoint: Path) -> Meta:
     path = checkpoint / META
     try:
-        meta = read_sealed(path)
+        meta = read_table(path)
+        if has_sums(meta):
+            check_seal(meta)
     except FileNotFoundError:
         raise DamagedError(path, "it is not there") from None
     except ValueError as error:
@@ -151,10 +205,14 @@ def _read_verified(checkpoint: Path) -> Meta:
 def describe_run(*, model: Meta, data: Meta, settings: Meta, derived: Meta, recipe: str = "") -> Meta:
     """Return the identity of a run as JSON reads it back, with versions and the recipe's text for people."""
     parts = {"settings": settings, "derived": derived, "model_config": {}, "parameters": {}, **model, "data": data}
-    versions = {package: installed_version(package) for package in ("torch", "transformers", "megabatch")}
-    identity: Meta = json.loads(json.dumps({**parts, "versions": versions, "recipe": recipe}, default=str))
+    identity: Meta = json.loads(json.dumps({**parts, "versions": installed_versions(), "recipe": recipe}, default=str))
     # Parameters have names such as cls_token, and no secrets.
     return {key: value if key == "parameters" else mask(value) for key, value in identity.items()}
+
+
+def installed_versions() -> Meta:
+    """Return the versions of the packages that a checkpoint depends on."""
+    return {package: installed_version(package) for package in ("torch", "transformers", "megabatch")}
 
 
 def installed_version(package: str) -> str | None:
@@ -185,7 +243,9 @@ def describe_conditions(config: Config, ranks: Ranks) -> dict[str, object]:
 def check_same_run(checkpoint: Path, saved: Meta, here: Meta) -> None:
     """Raise `MegabatchError` naming the first difference between a checkpoint's run and this one."""
     for part, (kind, prefix) in IDENTITY.items():
-        difference = first_difference(saved[part], here[part])
+        # An earlier version masked fewer secrets.
+        saved_part = saved[part] if part == "parameters" else mask(saved[part])
+        difference = first_difference(saved_part, here[part])
         if difference is not None:
             key, there, now = difference
             change = (

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.files import CONFIG, UNFINISHED
+from megabatch.train.runtime.files import CONFIG, UNFINISHED, check_own_path, is_file, read_file
 
 POINTER = "latest"
 BEST = "best"
@@ -19,7 +19,7 @@ STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 def recipe_of(folder: Path) -> Path:
     """Return the path of a run's recipe. Raises `MegabatchError` if the folder has no run."""
-    if not (folder / CONFIG).is_file():
+    if not is_file(folder / CONFIG):
         raise MegabatchError(
             f"{folder} is a folder without {CONFIG}, so no run to resume; give the path of a TOML file"
         )
@@ -32,7 +32,8 @@ def recipe_named(path: Path) -> Path:
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Return the folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints. Raises `MegabatchError` for a link, which leads out of the run."""
+    check_own_path(folder / "checkpoints", "move the run as a whole")
     return folder / "checkpoints"
 
 
@@ -54,7 +55,7 @@ def step_of(name: str) -> int | None:
 
 def steps_of(folder: Path) -> list[int]:
     """Return the steps of a run's checkpoints, valid or damaged, in order."""
-    names = [path.name for path in checkpoints_of(folder).glob("step-*") if path.is_dir()]
+    names = [path.name for path in checkpoints_of(folder).glob("step-*") if path.is_dir() and not path.is_symlink()]
     return sorted(step for name in names if (step := step_of(name)) is not None)
 
 
@@ -73,7 +74,7 @@ def holds_a_run(folder: Path) -> MegabatchError:
 def named_by(pointer: Path) -> str:
     """Return the text of a pointer; "" if it cannot be read."""
     try:
-        return pointer.read_text(encoding="utf-8", errors="replace").strip()
+        return read_file(pointer).decode("utf-8", "replace").strip()
     except OSError:
         return ""
 

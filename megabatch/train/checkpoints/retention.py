@@ -14,7 +14,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.metadata import (
     BEST_ONLY,
     DamagedError,
-    Digests,
+    describe_age,
     find_changed_file,
     read_digests,
     read_meta,
@@ -34,9 +34,10 @@ from megabatch.train.checkpoints.paths import (
     steps_of,
     unfinished_of,
 )
+from megabatch.train.checkpoints.tensor_files import find_missing_part
 from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import remove_path, replace_text
+from megabatch.train.runtime.files import remove_path, remove_unfinished, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
 Value = TypeVar("Value")
@@ -48,7 +49,8 @@ def resumed_from(run: RunConfig, ranks: Ranks, console: Console) -> Path | None:
     if not run.resume or not ranks.on_main(lambda: has_checkpoint(folder), str(checkpoints_of(folder)), verb="read"):
         return None
     found = Checkpoints(folder).latest_valid(ranks)
-    for line in found.warnings:
+    lines = ranks.on_main(lambda: describe_age(found.path), str(found.path), verb="read")
+    for line in (*found.warnings, *lines):
         console.warn(line)
     return found.path
 
@@ -165,10 +167,11 @@ class Checkpoints:
         for path in (path_of(self._folder, step) for step in steps if step not in self._named_steps()):
             remove_path(unfinished_of(path))
             os.replace(path, unfinished_of(path))  # so that a half-deleted one never looks whole
-        for unfinished in self._pointer.parent.glob(f"step-*{UNFINISHED}"):
-            remove_path(unfinished)
-        for unfinished in self._pointer.parent.glob(f".*{UNFINISHED}"):  # of a pointer
-            unfinished.unlink(missing_ok=True)
+        folder = checkpoints_of(self._folder)
+        for unfinished in folder.glob(f"step-*{UNFINISHED}"):
+            if step_of(unfinished.name.removesuffix(UNFINISHED)) is not None:
+                remove_path(unfinished)
+        remove_unfinished(folder)  # of a pointer
 
     def _read_on_main(self, read: Callable[[], Value], ranks: Ranks) -> Value:
         return ranks.on_main(read, str(self._pointer.parent), verb="read")
@@ -186,12 +189,14 @@ def find_damage(checkpoint: Path, ranks: Ranks) -> str | None:
 
     Only ``meta.json`` is parsed before the bytes of all files are known to be those that were written.
     """
-    problem, digests = None, Digests()
+    problem, digests = None, None
     try:
         digests = read_digests(checkpoint)
+        if digests is None:
+            problem = find_missing_part(checkpoint)
     except DamagedError as error:
         problem = error.reason
-    return ranks.first_problem(problem) or find_changed_file(checkpoint, digests, ranks)
+    return ranks.first_problem(problem) or find_changed_file(checkpoint, digests or {}, ranks)
 
 
 def point_to_best(folder: Path, step: int, ranks: Ranks) -> None:

@@ -41,14 +41,18 @@ from megabatch.train.runtime.files import (
     LOG,
     METRICS,
     PLAN,
-    UNFINISHED,
     UNKNOWN,
+    check_own_path,
     differing_conditions,
     find_rows,
     is_evaluation,
+    is_file,
     is_writable,
     move_aside,
+    open_file,
+    read_file,
     read_starts,
+    remove_unfinished,
     replace_text,
 )
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, wait_for_oom_limit
@@ -61,6 +65,8 @@ SAVED = re.compile(rb"  saved .*(step-\d+)$")  # a line of the log
 DATA_KEYS = ("path", "source", "mixture", "function", "options", "pack_tokens")
 PACKAGES = ("megabatch", "torch", "transformers", "datasets", "numpy")
 TRACKING = "tracking.json"  # the id of the run at each tracker
+FOLDER_OF_LINKS = "wandb"  # in which wandb keeps links of its own
+FOLDERS = ("checkpoints", "profile", "stuck", "tensorboard", FOLDER_OF_LINKS)  # of a run
 NONE = "none"  # stands for None, which TOML lacks
 SECONDS_FOR_GIT = 5.0
 
@@ -84,7 +90,7 @@ def check_run_folder(folder: Path, config: Config, ranks: Ranks) -> None:
     """
 
     def check() -> None:
-        _check_no_links(folder)
+        check_own_paths(folder)
         if (folder / LOCK).exists():
             lock_run(folder, config.run.answer_within_seconds)
         _check_can_start(folder, config, ranks.job)
@@ -104,9 +110,8 @@ def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console
 
     def write() -> None:
         lock_run(folder, config.run.answer_within_seconds)
-        for place in (folder, checkpoints_of(folder)):
-            for left in place.glob(f".*{UNFINISHED}"):  # of killed processes
-                left.unlink(missing_ok=True)
+        remove_unfinished(folder)
+        remove_unfinished(checkpoints_of(folder))
         if is_new and has_checkpoint(folder):  # another process was faster
             raise holds_a_run(folder)
         _check_can_start(folder, config, ranks.job)
@@ -117,7 +122,7 @@ def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console
             for difference in differing_conditions(starts[-1], start):
                 console.warn(f"{difference}: microbatches may have other bits from here on, whatever update.same_bits")
         if is_new and (starts or config.run.resume):
-            if (folder / CONFIG).is_file() and (folder / CONFIG).read_text("utf-8", errors="replace") != recipe:
+            if is_file(folder / CONFIG) and read_file(folder / CONFIG) != recipe.encode():
                 (folder / TRACKING).unlink(missing_ok=True)  # trackers keep the recipe of the run they know
             made = _count_updates(folder)
             again = f", and makes {count(made, 'update')} again" if made else ""
@@ -137,7 +142,7 @@ def lock_run(folder: Path, within_seconds: float | None) -> None:
     A POSIX lock belongs to the process, so a worker that outlives a killed run does not hold it. Closing the file would
     release it, so the descriptor stays open.
     """
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = open_file(folder / LOCK, os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + (within_seconds or 0.0)
     while True:
         try:
@@ -175,16 +180,23 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
         _check_same_recipe(folder, config, made)
 
 
-def _check_no_links(folder: Path) -> None:
-    """Raise if a file of the folder is a link: a run from elsewhere would write outside of its folder."""
-    for path in (path for pattern in (".*", "*", "*/*") for path in folder.glob(pattern)):
-        if path.is_symlink() and not path.is_dir():
-            raise MegabatchError(f"{path} is a link to another file; put a file there, or choose another run.folder")
+def check_own_paths(folder: Path) -> None:
+    """Raise for a link, a pipe or a device that the run would write, delete or read as its own.
+
+    A run's folder may come from elsewhere. Folders that the run does not know are left to whoever made them.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name in FOLDERS or not path.is_dir():
+            check_own_path(path)
+    for name in set(FOLDERS) - {FOLDER_OF_LINKS}:
+        for place, folders, files in os.walk(folder / name):
+            for path in sorted(Path(place, found) for found in (*folders, *files)):
+                check_own_path(path)
 
 
 def _check_no_lost_checkpoint(folder: Path) -> None:
     """Raise if the log says that a checkpoint was saved, and there is none: the user may still have a copy."""
-    lines = (folder / LOG).read_bytes().splitlines() if (folder / LOG).is_file() else []
+    lines = read_file(folder / LOG).splitlines() if is_file(folder / LOG) else []
     saved = [found[1].decode() for line in lines if (found := SAVED.search(line))]
     if saved:
         raise MegabatchError(

@@ -30,9 +30,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.stateful import Stateful
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoints.metadata import DamagedError, Digests, Meta, hash_written_files, write_meta
+from megabatch.train.checkpoints.metadata import (
+    DamagedError,
+    Digests,
+    Meta,
+    hash_written_files,
+    is_plain_name,
+    size_problem,
+    write_meta,
+)
 from megabatch.train.checkpoints.paths import POINTER, path_of, unfinished_of
-from megabatch.train.runtime.files import remove_path, replace_text, sync
+from megabatch.train.runtime.files import open_file, remove_path, replace_text, sync
 from megabatch.train.runtime.ranks import Ranks
 
 DESCRIPTION = ".metadata"
@@ -128,16 +136,30 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *_: Any, **_of_a_rank: Any) -> Metadata:
         """Return what the checkpoint holds, and where."""
-        with (Path(self.path) / DESCRIPTION).open("rb") as file:
+        with os.fdopen(open_file(Path(self.path) / DESCRIPTION), "rb") as file:
             found = _read_description(file)
+        lengths: dict[str, int] = {}
         for part in (found.storage_data or {}).values():
-            if Path(part.relative_path).name != part.relative_path:
+            if not is_plain_name(part.relative_path):
                 raise pickle.UnpicklingError(
                     f"{DESCRIPTION} names {part.relative_path}, which lies outside of the checkpoint"
                 )
+            lengths[part.relative_path] = max(lengths.get(part.relative_path, 0), part.offset + part.length)
+        for name, length in lengths.items():
+            if problem := size_problem(Path(self.path) / name, length, or_more=True):
+                raise pickle.UnpicklingError(problem)
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
+
+
+def find_missing_part(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint without digests: a part that is missing or too short, if any."""
+    try:
+        SafeReader(checkpoint).read_metadata()
+    except Exception as error:  # a damaged pickle can raise anything
+        return in_one_line(error)
+    return None
 
 
 def _read_description(file: IO[bytes]) -> Metadata:

@@ -18,7 +18,7 @@ from typing import Any
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.cli.arguments import Audit as Arguments
 from megabatch.train.cli.sweep import run_process
-from megabatch.train.runtime.console import CRASHED
+from megabatch.train.runtime.console import CRASHED, print_line
 
 FOLDER, UPDATES = "MEGABATCH_AUDIT_FOLDER", "MEGABATCH_AUDIT_UPDATES"  # environment of the audited processes
 PAGE = "audit.html"
@@ -158,12 +158,12 @@ def report(asked: Arguments, folder: Path, status: int) -> int:
     program, *rest = asked.command or ("",)
     found, others = read_findings(folder, " ".join([Path(program).name, *rest]))
     sys.stdout.flush()
-    print(found)
+    print_line(str(found))
     if others:
-        print(f"{others} more runs trained apart from this one; their records are in {folder}")
+        print_line(f"{others} more runs trained apart from this one; their records are in {folder}")
     page = folder / PAGE
     page.write_text(found.page(), encoding="utf-8")
-    print(f"a page to look at: {page}")
+    print_line(f"a page to look at: {page}")
     if asked.fail_over is None:
         return status
     error = found.error(asked.mean)
@@ -172,7 +172,7 @@ def report(asked: Arguments, folder: Path, status: int) -> int:
         "cannot tell" if error is None or not found.is_length_known else f"{error:.2g} from the {asked.mean} mean"
     )
     problems = f"; {'; '.join(found.problems)}" if found.problems else ""
-    print(f"--fail-over {asked.fail_over:g}: {'passed' if is_fine else 'FAILED'}, {measured}{problems}")
+    print_line(f"--fail-over {asked.fail_over:g}: {'passed' if is_fine else 'FAILED'}, {measured}{problems}")
     return status or (0 if is_fine else CRASHED)
 
 

@@ -30,7 +30,7 @@ from megabatch.train.cli.recipe_command import is_published, read_config
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import split_options
 from megabatch.train.records.loggers import holds_the_end
-from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
+from megabatch.train.runtime.console import CRASHED, FAILED, drop_output, print_line
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.oom_limit import saving_oom_limit
@@ -138,7 +138,7 @@ def run_other(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> No
         from megabatch.train.checkpoints.export import export
 
         asked = read_arguments(Export, arguments)
-        print(export(asked.run, asked.to, step=asked.step, merged=asked.merged, is_trusted=asked.trust))
+        print_line(export(asked.run, asked.to, step=asked.step, merged=asked.merged, is_trusted=asked.trust))
     elif name == "audit":
         from megabatch.train.cli.audited_command import run_audited
 

@@ -19,7 +19,16 @@ from megabatch.train.cli.arguments import (
     overview,
     read_arguments,
 )
-from megabatch.train.runtime.console import CRASHED, FAILED, INTERRUPTED, UNREAD, FailedError, drop_output, failure_text
+from megabatch.train.runtime.console import (
+    CRASHED,
+    FAILED,
+    INTERRUPTED,
+    UNREAD,
+    FailedError,
+    drop_output,
+    failure_text,
+    print_line,
+)
 
 
 def run(arguments: Sequence[str]) -> int | None:
@@ -37,7 +46,7 @@ def run(arguments: Sequence[str]) -> int | None:
     except FailedError as failed:
         return failed.status
     except MegabatchError as error:
-        print(failure_text(error), file=sys.stderr)
+        print_line(failure_text(error), sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -47,7 +56,7 @@ def run(arguments: Sequence[str]) -> int | None:
         return UNREAD
     except OSError as error:  # of a name that cannot be one, or a full disk that does not take what is printed
         drop_output()
-        print(f"megabatch: {in_one_line(error)}; give another name, or look at the disk", file=sys.stderr)
+        print_line(f"megabatch: {in_one_line(error)}; give another name, or look at the disk", sys.stderr)
         return FAILED
     return 0 if is_all else None
 

@@ -15,6 +15,7 @@ from types import FrameType
 from megabatch.errors import MegabatchError
 from megabatch.train.cli.recipe_command import read_config
 from megabatch.train.report.runs import print_runs
+from megabatch.train.runtime.console import print_line
 
 Words = tuple[str, ...]  # "optim.lr=1e-3", one for each key
 
@@ -40,19 +41,19 @@ def run_sweep(arguments: Sequence[str], sweeps: Sequence[str]) -> int:
         read_config("train", command)
     failed: dict[Words, int] = {}
     for number, (words, command) in enumerate(commands.items(), start=1):
-        print(f"sweep: run {number} of {len(commands)}, {' '.join(words)}", flush=True)
+        print_line(f"sweep: run {number} of {len(commands)}, {' '.join(words)}")
         status, is_stopped = run_process([sys.executable, "-m", "megabatch", "train", *command])
         if status:
             failed[words] = status
-            print(f"sweep: {' '.join(words)} ended with status {status}", file=sys.stderr, flush=True)
+            print_line(f"sweep: {' '.join(words)} ended with status {status}", sys.stderr)
         if is_stopped:
             left = len(commands) - number
-            print(f"sweep: stopped with {left} runs left; the same command with --run.resume=true continues")
+            print_line(f"sweep: stopped with {left} runs left; the same command with --run.resume=true continues")
             break
     if any(parent.glob("*/config.toml")):
         print_runs(parent, as_json=False)
     for words, status in failed.items():
-        print(f"sweep: failed with status {status}: {' '.join(words)}")
+        print_line(f"sweep: failed with status {status}: {' '.join(words)}")
     return next(iter(failed.values()), 0)
 
 

@@ -10,36 +10,71 @@ from typing import Any, cast
 from megabatch.errors import MegabatchError
 
 MASK = "(masked)"
-WORDS = {  # the last word of a secret's key
-    "token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "auth",
-    "authorization",
+WORDS = {  # the last word of a secret's key, or its end: authtoken
+    "token", "apikey", "secret", "password", "passwd", "passphrase", "passcode", "credential", "bearer", "cookie",
 }  # fmt: skip
-ADDRESS = re.compile(  # user:password@ of an address, token@, and ?token=
+SHORT_WORDS = {"key", "pwd", "pw", "auth", "authorization", "dsn", "jwt", "otp"}  # no ends of other words
+COUNTED = {"token", "key"}  # one number under the plural is a number of them, several are ids
+OWNERS = {  # the word before COUNTED whose numbers are secret in the plural too
+    "api", "access", "auth", "hf", "hub", "secret", "private", "session", "refresh", "bearer", "service", "user",
+}  # fmt: skip
+SPECIAL = {"pad", "bos", "eos", "unk", "sep", "cls", "mask", "image", "audio", "video"}  # token: a number is its id
+FLAGS = {"use", "has", "is", "add"}  # first words of keys with true or false
+COUNTS = {"num", "max", "min", "n"}  # first words of keys with a number of tokens or keys
+HOLDERS = {"value", "string"}  # last words behind that of a secret: secret_value
+NO_SECRETS = ("auto", "none")  # texts that stand for the lack of a value
+ADDRESS = re.compile(  # user:password@ of an address, token@, ?token=, and texts of a known form
     r"(://[^/@\s:]*:)[^/\s]+(?=@)|(://)[^/@\s:]{16,}(?=@)"
-    r"|([?&][\w.-]*(?:token|key|secret|password|credential|signature|sig)=)[^&#\s]+",
+    r"|([?&;][\w.-]*(?:token|key|secret|password|pwd|credential|signature|sig)=)[^&#;\s]+"
+    r"|(\bbearer\s+)[\w.~+/=-]{8,}"
+    r"|\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA)[\w-]{16,}",
     re.IGNORECASE,
 )
 OVERRIDE = re.compile(r"--([\w.-]+)=(.*)", re.DOTALL)
 
 
+def words_of(key: str) -> list[str]:
+    """Return the words of a key such as hf_token, apiKey or HFToken, in lower case."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)]
+    return words[:-1] if len(words) > 1 and words[-1] in HOLDERS else words
+
+
 def is_secret(key: str) -> bool:
-    """Return True for a key such as hf_token, apiKey or password."""
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)
-    return bool(words) and words[-1].lower() in WORDS
+    """Return True for a key such as hf_token, apiKeys or password."""
+    words = words_of(key)
+    if not words:
+        return False
+    endings = (words[-1], words[-1].removesuffix("s"))
+    return any(word in SHORT_WORDS or word.endswith(tuple(WORDS)) for word in endings)
+
+
+def is_number_of(key: str, value: Any) -> bool:
+    """Return True for a number that its key tells to be a count, an id or a flag: max_tokens, pad_token, use_auth."""
+    if not isinstance(value, int | float):
+        return False
+    *before, last = words_of(key)
+    first, owner = (before[0], before[-1]) if before else ("", "")
+    if isinstance(value, bool):
+        return first in FLAGS
+    if last.removesuffix("s") not in COUNTED:
+        return False
+    return owner in SPECIAL or first in COUNTS or (last.endswith("s") and owner not in OWNERS)
 
 
 def mask(value: Any, key: str = "") -> Any:
-    """Return a table, a list or a text with its secrets masked. Special tokens such as <pad> are none."""
+    """Return a table, a list or a value with its secrets masked. Special tokens such as <pad> are none."""
     if isinstance(value, Mapping):
         inner = cast(Mapping[str, Any], value).items()
         return {name: mask(part, key if is_secret(key) else str(name)) for name, part in inner}
     if isinstance(value, list | tuple):
         return [mask(part, key) for part in cast(Sequence[Any], value)]
-    if not isinstance(value, str) or not value:
+    if is_secret(key):
+        is_shown = value is None or value in ("", *NO_SECRETS) or is_number_of(key, value)
+        is_special = isinstance(value, str) and value.startswith(("<", "["))
+        return value if is_shown or is_special else MASK
+    if not isinstance(value, str):
         return value
-    if is_secret(key) and not value.startswith(("<", "[")):
-        return MASK
-    return ADDRESS.sub(lambda found: f"{found[1] or found[2] or found[3]}{MASK}", value)
+    return ADDRESS.sub(lambda found: f"{found[1] or found[2] or found[3] or found[4] or ''}{MASK}", value)
 
 
 def mask_command(arguments: Sequence[str]) -> list[str]:

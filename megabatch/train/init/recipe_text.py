@@ -12,7 +12,7 @@ from megabatch.train.config import SourceConfig
 from megabatch.train.data.sources import HUB_ID, expanded, find_files
 from megabatch.train.init.data_survey import MAX_SAMPLE_TOKENS, NUM_HELD_OUT, Size, Survey, size_of, survey
 from megabatch.train.init.hardware import Hardware, read_hardware, seen_hardware
-from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.console import Console, print_line
 from megabatch.train.runtime.files import write_new
 
 RECIPE = """\
@@ -95,7 +95,7 @@ def write_recipe(file: Path, model: str, data: str, task: str | None, hardware: 
     except UnicodeError:
         raise MegabatchError(f"an answer has bytes that are no text, which {file} cannot hold; rename it") from None
     for line in (*found_lines(found, size), next_commands(str(file), machine)):
-        print(line)
+        print_line(line)
 
 
 def read_model(text: str) -> str | None:

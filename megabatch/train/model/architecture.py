@@ -39,6 +39,7 @@ OWNED_KEYS = {  # of model.config, that the trainer sets
     "use_cache": "the trainer sets it (false while it trains): leave it out",
     "attn_implementation": "set model.attention",
 }
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # transformers' own code
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
 BYTES_TEMPLATE = """\
 {% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}\
@@ -51,6 +52,7 @@ def architecture_of(config: ModelConfig) -> PreTrainedConfig:
     with silence():
         architecture = saved_architecture(config.name) if config.name is not None else new_architecture(config)
     check_sizes(architecture)
+    check_own_code(architecture, config)
     return architecture
 
 
@@ -118,6 +120,28 @@ def check_sizes(architecture: PreTrainedConfig) -> None:
             )
 
 
+def check_own_code(architecture: PreTrainedConfig, config: ModelConfig) -> None:
+    """Raise for an implementation that transformers would take from a repository of the hub, and run."""
+    attention = config.attention or getattr(architecture, "_attn_implementation", None)  # the recipe's replaces all
+    experts = getattr(architecture, "_experts_implementation", None)
+    for names in (attention, experts):
+        for name in names.values() if isinstance(names, dict) else (names,):
+            if name is not None and name not in IMPLEMENTATIONS and not is_installed(str(name)):
+                raise MegabatchError(
+                    f"{key_of(config)} asks for the implementation {name!r}, which is no code of transformers or not "
+                    f"installed here; set model.attention to {' or '.join(IMPLEMENTATIONS[:2])}, or change its config"
+                )
+    for part in vars(architecture).values():
+        if isinstance(part, PreTrainedConfig):
+            check_own_code(part, config)
+
+
+def is_installed(name: str) -> bool:
+    """Return True for a package of kernels that this machine has; in place of another, transformers asks the hub."""
+    installed = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    return name in installed and installed[name]()
+
+
 def positions_of(architecture: PreTrainedConfig) -> int | None:
     """Return the number of positions of the model, or None if its config does not say."""
     positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
@@ -182,6 +206,7 @@ def outline(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedMo
 
 def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
     """Return the model as transformers makes it. Raises `MegabatchError` in one line."""
+    check_own_code(architecture, config)
     backend = {} if config.attention is None else {"attn_implementation": config.attention}
     try:
         with silence():

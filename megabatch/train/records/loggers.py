@@ -23,7 +23,7 @@ from megabatch.train.checkpoints.run_folder import TRACKING
 from megabatch.train.config import Config
 from megabatch.train.config.secrets import mask
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import flat, replace_text
+from megabatch.train.runtime.files import check_own_path, flat, read_file, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}  # tracker and its module -> its package
@@ -111,6 +111,7 @@ class TensorBoard:
 
         self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
         folder = Path(config.run.folder) / TENSORBOARD
+        check_own_path(folder)
         self._writer = SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)
         self.flush, self.close = self._writer.flush, self._writer.close
         threading.excepthook = partial(_print_unless_writer, threading.excepthook)
@@ -221,7 +222,7 @@ OPENERS: dict[str, Callable[[Config, int], Logger]] = {
 def read_ids(path: Path) -> dict[str, str]:
     """Return the run's id at each tracker; none where the file is missing or damaged: then it is a new run there."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path))
     except (OSError, ValueError):
         return {}
     return cast(dict[str, str], found) if isinstance(found, dict) else {}

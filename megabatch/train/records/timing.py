@@ -25,7 +25,7 @@ from megabatch import Plan
 from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext
 from megabatch.train.data.updates import Updates
 from megabatch.train.records.metrics import at_its_place, predict_seconds
-from megabatch.train.runtime.files import TIMELINE, JsonlFile, replace_text
+from megabatch.train.runtime.files import TIMELINE, JsonlFile, check_own_path, replace_text
 from megabatch.train.runtime.plugins import in_place_of
 from megabatch.train.runtime.ranks import Ranks
 
@@ -328,7 +328,9 @@ class Profiler(Callback):
 
     def _write(self, profiled: profile, step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        check_own_path(self._folder)
         beside = self._folder / f"update-{step}.tmp.json.gz"
+        beside.unlink(missing_ok=True)  # of a killed process
         try:
             profiled.export_chrome_trace(str(beside))
             os.replace(beside, self._folder / f"update-{step}.json.gz")

@@ -23,6 +23,9 @@ from megabatch.train.runtime.files import (
     TIMELINE,
     Row,
     is_evaluation,
+    is_file,
+    open_file,
+    read_file,
     read_rows,
     read_starts,
     row_of,
@@ -60,7 +63,7 @@ class GrowingFile:
 
     def read(self, path: Path) -> list[Row]:
         """Return all rows, without a last line that is still being written."""
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset - len(self._last))
             if inode != self._inode or file.read(len(self._last)) != self._last:
@@ -207,7 +210,7 @@ def of_journals(folder: Path, read: Callable[[Path], list[Row]]) -> Story:
 def plan_of(folder: Path) -> list[str]:
     """Return the lines of plan.txt without their first word; none where a full disk did not take the file."""
     path = folder / PLAN
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = read_file(path).decode("utf-8", "replace") if is_file(path) else ""
     return [line.removeprefix("plan  ") for line in text.splitlines()]
 
 
@@ -220,9 +223,9 @@ def planned_of(plan: list[str]) -> int | None:
 def ended_of(folder: Path) -> str:
     """Return the log's line about the end of the run; "" while it runs, and after a kill."""
     path = folder / LOG
-    if not path.is_file():
+    if not is_file(path):
         return ""
-    with path.open("rb") as file:
+    with os.fdopen(open_file(path), "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = [line.partition("  ")[2] for line in file.read().decode("utf-8", "replace").splitlines()]
     last = next((line for line in reversed(lines) if line.startswith((*GOES_ON, *ENDED))), "")
@@ -245,7 +248,7 @@ def is_running(folder: Path) -> bool:
     It takes no lock. The process that trains must not call it: closing the file would release that process's lock.
     """
     try:
-        with (folder / LOCK).open("rb") as file:
+        with os.fdopen(open_file(folder / LOCK), "rb") as file:
             os.lockf(file.fileno(), os.F_TEST, 0)
     except OSError as error:
         return error.errno in (errno.EACCES, errno.EAGAIN)

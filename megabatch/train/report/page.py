@@ -9,7 +9,7 @@ from megabatch.train.report.data import names_of, read_curves, read_run
 from megabatch.train.report.encode import MOST_UPDATES
 from megabatch.train.report.html import FILE_NAME, write_html
 from megabatch.train.report.runs import RunSummary, comparison_of, find_runs, runs_text, summarize
-from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.console import Console, print_line
 from megabatch.train.runtime.files import MANIFEST
 
 COMPARISON = "comparison.html"
@@ -41,7 +41,7 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within
     if not is_comparison:
         to = runs[0] / FILE_NAME if to is None else to
         write_html(to, {"runs": [read_run(runs[0])]})
-        print(f"a page to look at: {to}")
+        print_line(f"a page to look at: {to}")
         return True
     if within is not None:
         manifests, folders = compare(runs[0], runs[1], within), list(runs)
@@ -57,7 +57,7 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within
         curves = [read_curves(folder, each.name, most_updates) for folder, each in zip(folders, summaries, strict=True)]
         write_html(to, {"runs": curves, "comparison": {**comparison_of(summaries), "text": text}})
         lines.append(f"a page to look at: {to}")
-    print("\n".join(lines))
+    print_line("\n".join(lines))
     return is_same
 
 

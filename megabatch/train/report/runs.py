@@ -14,9 +14,10 @@ from typing import Any, cast
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import HELD_OUT
+from megabatch.train.config.secrets import mask
 from megabatch.train.report.data import last_step, plan_of, planned_of, seconds_of, started_at, state_of
-from megabatch.train.runtime.console import duration_text
-from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, flat, is_evaluation, read_rows
+from megabatch.train.runtime.console import duration_text, print_line, printable
+from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, flat, is_evaluation, read_file, read_rows
 
 RUN_FILES = (CONFIG, METRICS, ENVIRONMENT)  # a folder with any of them is a run
 MOST_LEVELS = 3  # of folders in which runs are looked for
@@ -61,7 +62,7 @@ def print_runs(folder: Path, *, as_json: bool) -> None:
     paths = find_runs(folder)
     names = ["." if path == folder else path.relative_to(folder).as_posix() for path in paths]
     summaries = [summarize(path, name) for path, name in zip(paths, names, strict=True)]
-    print(json.dumps([asdict(each) for each in summaries], indent=1) if as_json else runs_text(summaries))
+    print_line(json.dumps([asdict(each) for each in summaries], indent=1) if as_json else runs_text(summaries))
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -105,9 +106,10 @@ def summarize(folder: Path, name: str) -> RunSummary:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the values of a run's recipe by their dotted keys; none where it has not been written."""
-    if not path.is_file():
+    if not path.exists() and not path.is_symlink():
         return {}
-    values = flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    # An earlier version masked fewer secrets.
+    values = flat(mask(tomllib.loads(read_file(path).decode())))
     return {key: value for key, value in values if value != {}}
 
 
@@ -187,7 +189,12 @@ def table_of(summaries: Sequence[RunSummary], keys: Sequence[str]) -> tuple[list
     head = ["run", "state", *(f">{key}" for key in keys), ">best loss", ">at update", ">tokens/s", ">time", "started"]
     if any(each.samples_per_second is not None for each in summaries):
         head[-3] = ">samples/s"
-    return head, [_cells(each, keys) for each in summaries]
+    return head, [[one_line(cell) for cell in _cells(each, keys)] for each in summaries]
+
+
+def one_line(cell: str) -> str:
+    """Return a cell without what breaks its row: a folder's name may hold a line break."""
+    return printable(" ".join(cell.split()))
 
 
 def table_text(summaries: Sequence[RunSummary], keys: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from megabatch.errors import MegabatchError
 from megabatch.train.report.data import AddedRows, is_running, read_run
 from megabatch.train.report.html import html_of, json_of
+from megabatch.train.runtime.console import print_line
 from megabatch.train.runtime.files import CUTS, METRICS, SKIPPED, TIMELINE
 
 HOST = "127.0.0.1"
@@ -113,7 +114,7 @@ def watch(folder: Path, port: int) -> None:
         raise MegabatchError(f"--port is {port}; it must be a number from 0 to 65535")
     with Server(folder, port) as server:
         try:
-            print(f"{folder} at {server.address} (Ctrl-C ends it)", flush=True)
+            print_line(f"{folder} at {server.address} (Ctrl-C ends it)")
             server.serve_forever()
         except KeyboardInterrupt:
             print()

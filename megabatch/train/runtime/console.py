@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -38,9 +38,24 @@ MOST_LINES = 100  # of updates in a run, in the log and where there is no termin
 SECONDS_BETWEEN_WRITES = 0.25  # of the log, and of the bar: lines of faster updates wait for each other
 
 
+def printable(text: str) -> str:
+    """Return text without what a terminal obeys: names of files and values of recipes may hold escape sequences."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
+
+
+def print_line(text: str, file: TextIO | None = None) -> None:
+    """Print lines at once, without what a terminal obeys."""
+    print(printable(text), file=file, flush=True)
+
+
 def failure_text(error: BaseException) -> str:
     """Return the line of a failure. A value of thousands of characters in it loses those in the middle."""
-    text, gap = f"megabatch: {error}", " ... "
+    text, gap = printable(f"megabatch: {error}"), " ... "
     half = (MOST_CHARACTERS - len(gap)) // 2
     return text if len(text) <= MOST_CHARACTERS else f"{text[:half]}{gap}{text[-half:]}"
 
@@ -196,6 +211,7 @@ class Console:
 
     def _print(self, text: str, *, is_cut: bool = False) -> None:
         """Print lines; on a terminal one that is too long goes on in the next, unless it ``is_cut``."""
+        text = printable(text)
         with self._lock:
             if self._is_live:
                 self._rich.print(text, markup=False, no_wrap=is_cut, overflow="ellipsis", soft_wrap=not is_cut)
@@ -208,7 +224,7 @@ class Console:
 
     def _log_text(self, text: str) -> None:
         date = utc_now()
-        self._log.pending += [f"{date}  {line}\n" for line in text.splitlines()]
+        self._log.pending += [f"{date}  {line}\n" for line in printable(text).splitlines()]
 
 
 class CountColumn(MofNCompleteColumn):

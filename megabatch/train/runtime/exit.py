@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.console import CRASHED, FAILED, UNREAD, FailedError, drop_output, failure_text
+from megabatch.train.runtime.console import CRASHED, FAILED, UNREAD, FailedError, drop_output, failure_text, print_line
 from megabatch.train.runtime.files import DISK_FULL
 from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
@@ -106,7 +106,7 @@ def fail(rendezvous: Rendezvous, line: str, status: int) -> NoReturn:
         who = f"rank {rendezvous.rank} of {rendezvous.size}"
         if not line.startswith(f"megabatch: {who} ") and not _is_said_by_all(rendezvous, line):
             line = line.replace("megabatch: ", f"megabatch: {who}: ", 1)
-        print(line, file=sys.stderr, flush=True)
+        print_line(line, sys.stderr)
     raise FailedError(status) from None
 
 

@@ -5,7 +5,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import tempfile
 import uuid
 from collections import Counter
@@ -24,15 +26,28 @@ CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.
 CONDITIONS = ("threads", "devices", "cpu_capability", "torch", "torch_build", "cuda")  # of a microbatch's bits
 DIGEST = "sha256"  # key of a sealed table: the digest of everything else in it
 UNFINISHED = ".tmp"  # ending of a name until what it names is whole
+UNFINISHED_NAME = re.compile(rf"\..+\.[0-9a-f]{{32}}{re.escape(UNFINISHED)}")  # of `unfinished_name`
 Row = dict[str, Any]
 UNKNOWN: list[Row] = [{}]  # starts of a run whose environment.json is damaged
 
 to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each row
 
 
+def unfinished_name(path: Path) -> Path:
+    """Return a name beside the path that nobody else has."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what killed processes have left of `replace_text` in a folder, and nothing else."""
+    for path in folder.glob(f".*{UNFINISHED}"):
+        if UNFINISHED_NAME.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new one, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
+    temporary = unfinished_name(path)
     try:
         write_synced(temporary, text)
         if path.is_dir() and not path.is_symlink():
@@ -42,6 +57,54 @@ def replace_text(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+class NotAFileError(OSError):
+    """A folder in the place of a file of a run, a link that leads elsewhere, or a pipe that waits for ever."""
+
+
+def kind_of(mode: int) -> str:
+    """Return what a path is that is neither a file nor a folder, by its mode; "" for those."""
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return ""
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of a run and return its descriptor. Raises `NotAFileError` for anything else in its place."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode):
+            raise NotAFileError(errno.EINVAL, f"it is {kind_of(mode) or 'a folder'}, not a file", str(path))
+    # The flags are for a path that was changed in between: a pipe is opened at once, and a link not at all.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotAFileError(errno.EINVAL, "it is not a file", str(path))
+    return descriptor
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file of a run. Raises `NotAFileError` for anything else in its place."""
+    with os.fdopen(open_file(path), "rb") as file:
+        return file.read()
+
+
+def is_file(path: Path) -> bool:
+    """Return True for a file; a link to one is none, since it may lead out of a run's folder."""
+    return path.is_file() and not path.is_symlink()
+
+
+def check_own_path(path: Path, change: str = "choose another run.folder") -> None:
+    """Raise `MegabatchError` for a link, a pipe or a device: a run deletes and writes in its folder alone."""
+    try:
+        kind = kind_of(path.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if kind:
+        elsewhere = " to another file or folder" if kind == "a link" else ""
+        raise MegabatchError(f"{path} is {kind}{elsewhere}; put a file or folder there, or {change}")
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -90,22 +153,35 @@ def digest_of(table: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Return a table that `sealed_text` wrote. Raises `FileNotFoundError`, or `ValueError` for anything else."""
+def read_table(path: Path) -> dict[str, Any]:
+    """Return a table of JSON. Raises `FileNotFoundError`, or `ValueError` for anything else."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(read_file(path))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(in_one_line(error)) from None
-    if not isinstance(table, dict) or cast(Row, table).get(DIGEST) != digest_of(cast(Row, table)):
-        raise ValueError("it is not what was written: its SHA-256 is another")
+    if not isinstance(table, dict):
+        raise ValueError("it is no table")
     return cast(Row, table)
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Return a table that `sealed_text` wrote. Raises as `read_table` and `check_seal` do."""
+    table = read_table(path)
+    check_seal(table)
+    return table
+
+
+def check_seal(table: Row) -> None:
+    """Raise `ValueError` for a table that is not as `sealed_text` wrote it."""
+    if table.get(DIGEST) != digest_of(table):
+        raise ValueError("it is not what was written: its SHA-256 is another")
 
 
 def sha256_of_file(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
+    with os.fdopen(open_file(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -129,6 +205,18 @@ def is_writable(folder: Path) -> bool:
         return False
 
 
+def open_to_append(path: Path) -> int:
+    """Open a file of a run to write at its end. It has no other name then, under which it would change too."""
+    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if os.fstat(descriptor).st_nlink < 2:
+        return descriptor
+    os.close(descriptor)
+    copy = unfinished_name(path)
+    shutil.copyfile(path, copy, follow_symlinks=False)
+    os.replace(copy, path)
+    return open_file(path, os.O_WRONLY | os.O_APPEND)
+
+
 class RetryingAppender:
     """Append whole pieces to a file. Pieces that find no room wait in memory and go first next time."""
 
@@ -145,7 +233,7 @@ class RetryingAppender:
         """Write what is pending. Raises `OSError` if that fails; everything stays pending then."""
         if not self.pending or self.path is None:
             return
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = open_to_append(self.path)
         size, left = os.fstat(descriptor).st_size, memoryview("".join(self.pending).encode())
         try:
             while left:
@@ -216,7 +304,12 @@ def read_rows(path: Path) -> list[Row]:
 
 def find_rows(path: Path) -> tuple[list[Row], str]:
     """Return the rows that can be read, without a last line that a kill has cut off, and what the first other is."""
-    *whole, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    try:
+        *whole, cut_off = read_file(path).split(b"\n")
+    except FileNotFoundError:
+        return [], ""
+    except NotAFileError as error:
+        return [], str(error.strerror)
     found = [row_of(line) for line in (*whole, cut_off)]
     wrong = (number for number, line in enumerate(whole, start=1) if line.strip() and found[number - 1] is None)
     first = next(wrong, None)
@@ -255,11 +348,11 @@ def flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """Return every start of the run so far. A damaged file tells of one start of which nothing is known."""
-    path = folder / ENVIRONMENT
-    if not path.exists():
-        return []
-    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-        starts = list(json.loads(path.read_text(encoding="utf-8"))["starts"])
+    with contextlib.suppress(NotAFileError, ValueError, RecursionError, KeyError, TypeError):
+        try:
+            starts = list(json.loads(read_file(folder / ENVIRONMENT))["starts"])
+        except FileNotFoundError:
+            return []
         if all(isinstance(start, dict) for start in starts):
             return starts
     return UNKNOWN

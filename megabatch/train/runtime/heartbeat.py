@@ -23,8 +23,10 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from megabatch.train.runtime.console import CRASHED
+from megabatch.errors import MegabatchError
+from megabatch.train.runtime.console import CRASHED, print_line
 from megabatch.train.runtime.exit import FAILURE, SECONDS_TO_NOTICE, leave_now
+from megabatch.train.runtime.files import check_own_path
 from megabatch.train.runtime.rendezvous import SECONDS_TO_ARRIVE, STORE_ERRORS, Rendezvous
 
 MAX_SECONDS, BEATS_PER_DEADLINE = 5.0, 6
@@ -159,7 +161,7 @@ class Heartbeat:
             if samples.poll(doing if awaits else None) > self._within and awaits and doing not in warned:
                 warned.add(doing)
                 who = f"rank {self._rendezvous.rank} of {self._rendezvous.size}"
-                print(f"megabatch: {who} has been {doing} for {self._within:g} s", file=sys.stderr, flush=True)
+                print_line(f"megabatch: {who} has been {doing} for {self._within:g} s", sys.stderr)
 
     def _watch_update(self) -> None:
         """Look if the update of this rank is overdue, and if it is this rank that holds up the others."""
@@ -196,9 +198,11 @@ class Heartbeat:
     def _leave_stuck(self, what: str, seconds: float) -> NoReturn:
         """Write the stacks of this rank's threads, name it, and end this process."""
         file = self._folder / STUCK / f"rank-{self._rendezvous.rank}.txt"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, MegabatchError):
             file.parent.mkdir(exist_ok=True)
-            with file.open("w") as opened:
+            check_own_path(file.parent)
+            file.unlink(missing_ok=True)  # of an earlier start
+            with file.open("x") as opened:
                 faulthandler.dump_traceback(opened, all_threads=True)
         own = Beat(self._rendezvous.rank, 0, self._doing, socket.gethostname(), os.getpid())
         store = None if self._rendezvous.store is None else cast(Any, self._rendezvous.store).clone()
@@ -247,7 +251,7 @@ class Heartbeat:
         """Print why, unless another rank has, and end this process. Without a store, one rank of each host prints."""
         is_first = os.environ.get("LOCAL_RANK", "0") == "0" if store is None else store.add(FAILURE, 1) == 1
         if is_first:
-            print(f"megabatch: {line}", file=sys.stderr, flush=True)
+            print_line(f"megabatch: {line}", sys.stderr)
         leave_now(CRASHED)
 
 

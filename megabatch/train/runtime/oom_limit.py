@@ -9,7 +9,7 @@ from pathlib import Path
 from megabatch import Plan
 from megabatch.errors import MegabatchError, MicrobatchLimit
 from megabatch.train.config import RunConfig, UpdateConfig
-from megabatch.train.runtime.files import replace_text
+from megabatch.train.runtime.files import read_file, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
 OOM_LIMIT_FILE = "microbatch.json"
@@ -81,7 +81,7 @@ def _save(folder: Path, limit: MicrobatchLimit | None) -> None:
 
 def _load(file: Path) -> MicrobatchLimit | None:
     with contextlib.suppress(OSError, ValueError, TypeError):  # a damaged one is learned again
-        limit = MicrobatchLimit(**json.loads(file.read_text()))
+        limit = MicrobatchLimit(**json.loads(read_file(file)))
         if all(type(number) is int and number > 0 for number in limit):
             return limit
     return None

@@ -15,6 +15,7 @@ from multiprocessing import util
 from types import FrameType
 from typing import NoReturn
 
+from megabatch.train.runtime.console import print_line
 from megabatch.train.runtime.exit import (
     StoppedError,
     ignore_signals_in_worker,
@@ -124,4 +125,4 @@ class StopSignal:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more
-        print(line, file=sys.stderr, flush=True)
+        print_line(line, sys.stderr)
