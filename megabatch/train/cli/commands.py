@@ -5,6 +5,7 @@ it runs: the modules of the others take seconds.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ def run(arguments: list[str]) -> int:
             run_command(arguments, rendezvous)
     except FailedError as failed:
         return failed.status
+    except KeyboardInterrupt as interruption:  # a second signal, while the process ends by the first
+        return 128 + getattr(interruption, "number", signal.SIGINT)
     return 0
 
 
@@ -107,11 +110,11 @@ def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> N
 
 def train(config: Config, rendezvous: Rendezvous) -> None:
     """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
-    from megabatch.train import loop
-
     run, stop = config.run, StopSignal(speaks=rendezvous.rank == 0, folder=config.run.folder)
     heartbeat = Heartbeat(rendezvous, run.answer_within_seconds, run.stuck_after, Path(run.folder))
     with stop.handling():
+        from megabatch.train import loop  # takes seconds, in which a signal may come
+
         ranks = init_ranks(rendezvous, config)
         with saving_oom_limit(run, ranks), heartbeat.running():
             loop.train(loop.prepare_run(resume_if_restarted(config, ranks), ranks, stop, heartbeat))

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Generator
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch.distributed as dist
@@ -51,16 +52,14 @@ class CrashedError(MegabatchError):
 @contextlib.contextmanager
 def exit_together() -> Generator[Rendezvous, None, None]:
     """Find the other ranks, run the block, and end together with them. Raises `FailedError` for any failure."""
+    rendezvous, ended = Rendezvous(), threading.Event()
     try:
-        rendezvous = find_ranks()
-    except MegabatchError as error:
-        fail(Rendezvous(), failure_text(error), FAILED)
-    ended = threading.Event()
-    if rendezvous.store is not None:
-        threading.Thread(target=_leave_with_others, args=(rendezvous.store, ended), daemon=True).start()
-    if rendezvous.job.key:
-        threading.Thread(target=_leave_with_launcher, args=(os.getppid(), ended), daemon=True).start()
-    try:
+        with _raising_sigterm():
+            rendezvous = find_ranks()
+        if rendezvous.store is not None:
+            threading.Thread(target=_leave_with_others, args=(rendezvous.store, ended), daemon=True).start()
+        if rendezvous.job.key:
+            threading.Thread(target=_leave_with_launcher, args=(os.getppid(), ended), daemon=True).start()
         yield rendezvous
     except FailedError:
         raise
@@ -85,6 +84,24 @@ def exit_together() -> Generator[Rendezvous, None, None]:
     finally:
         ended.set()
         _end_with_others(rendezvous)
+
+
+@contextlib.contextmanager
+def _raising_sigterm() -> Generator[None, None, None]:
+    """Let SIGTERM raise while the block runs, as SIGINT does, so that the process says why it ends."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise StoppedError(number, "")
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _file_problem(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, RunConfig
 from megabatch.train.config.parallel_layout import ALONE, Layout, layout_of
-from megabatch.train.runtime.rendezvous import NO_JOB, Job, Rendezvous
+from megabatch.train.runtime.rendezvous import NO_JOB, Job, Rendezvous, meet
 
 Value = TypeVar("Value")
 CPU = torch.device("cpu")
@@ -131,6 +131,7 @@ def init_ranks(rendezvous: Rendezvous, config: Config) -> Ranks:
     """Create the process group and choose this process's device; a wrapper on one process gets a group of one."""
     layout, device = layout_of(config.parallel, rendezvous.size), choose_device(config.run.device)
     if rendezvous.store is not None or config.parallel.wrapper is not None:
+        meet(rendezvous)
         store = PrefixStore("group", rendezvous.store or cast(Any, dist).HashStore())
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = collective_timeout(config.run)
