@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, RunConfig
 from megabatch.train.config.parallel_layout import ALONE, Layout, layout_of
+from megabatch.train.runtime.files import NotAFileError
 from megabatch.train.runtime.rendezvous import NO_JOB, Job, Rendezvous, meet
 
 Value = TypeVar("Value")
@@ -117,6 +118,8 @@ class Ranks:
         if self.is_main:
             try:
                 result = write()
+            except NotAFileError as error:
+                problem = f"{error.filename} cannot be used: {error.strerror}; move it away, or choose another folder"
             except OSError as error:
                 problem = f"cannot {verb} {where} ({error.strerror or error}); {CHANGES[verb]}"
             except MegabatchError as error:
