@@ -336,6 +336,7 @@ def best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     Returns:
         The indices of each row's items, the longest first.
     """
+    row_tokens = min(row_tokens, sum(lengths))  # a row of any size holds all of them
     spaces = Spaces(row_tokens)
     rows_with: dict[int, list[list[int]]] = {}  # by the room that is left in them
     rows: list[list[int]] = []

@@ -175,3 +175,25 @@ def test_a_rank_that_waits_for_its_samples_says_so_and_nobody_ends(tmp_path: Pat
     assert [end.status for end in ends] == [0, 0]
     assert ends[0].err == ""
     assert ends[1].err == "megabatch: rank 1 of 2 has been waiting for the samples of update 7 for 1 s\n"
+
+
+def get_stuck(met: Rendezvous, folder: Path) -> None:
+    """Rank 1 is in a function of the user's for longer than its updates took; rank 0 looks at nobody."""
+    own = Heartbeat(met, 1.0, 2.0 if met.rank == 1 else None, folder)
+    with own.running():
+        for step in range(1, 8):
+            own.wait_for_samples(step)
+            own.start_update(step)
+            own.made = time.monotonic()
+        own.wait_for_samples(8)
+        own.start_update(8)
+        time.sleep(60 if met.rank == 1 else 4)
+
+
+def test_a_stuck_rank_is_named_and_its_stacks_are_kept(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _, stuck = alive(tmp_path, store.port, get_stuck, tmp_path)
+    assert stuck.status == 1
+    assert stuck.err.startswith("megabatch: rank 1 of 2 (process ")
+    assert "is stuck: in update 8 for" in stuck.err
+    assert "in get_stuck" in (tmp_path / "stuck" / "rank-1.txt").read_text()

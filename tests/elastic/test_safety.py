@@ -35,6 +35,7 @@ from megabatch.train.runtime.files import (
     sealed_text,
 )
 from megabatch.train.trust import open_to_others
+from tests.elastic.test_survival import inline_of
 from tests.train.conftest import Bench
 from tests.train.contexts import ALONE
 
@@ -277,8 +278,7 @@ SECRETS: dict[str, Any] = {
 
 @pytest.mark.parametrize(("key", "value"), SECRETS.items())
 def test_a_secret_of_any_type_is_masked(key: str, value: Any) -> None:
-    typed = json.dumps(value) if not isinstance(value, dict) else "{" + f"a = {json.dumps([*value.values()][0])}" + "}"
-    typed = typed.replace('{"id": 735}', "{id = 735}")
+    typed = inline_of(value)
     for table in ({key: value}, {"outer": {"inner": [{key: value}]}}):
         shown = json.dumps([mask(table), mask_command([f"--data.options.{key}={typed}"])])
         assert not any(part in shown for part in ("SECRET", "735", "736", "4711", "true", ": 7", ": 1", "7.5")), shown

@@ -5,18 +5,19 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from megabatch import GradientAccumulator, loss, losses
+from megabatch import GradientAccumulator, Plan, loss, losses
 from megabatch.train.context import Callbacks, RunContext, read_values
 from megabatch.train.records.metrics import Metrics, MetricsFile, Sums, update_row
 from megabatch.train.runtime.files import read_rows
 from tests.train.contexts import config_of, context_of
+from tests.train.on_ranks import on_ranks
 from tests.unit.failures.table import line_of
 
 
@@ -241,3 +242,21 @@ def test_values_are_read_beside_the_stream_of_the_step() -> None:
     torch.cuda.synchronize()
     assert values == {"loss": float(done.loss), "weight": float(done.weight), "finite": 1.0,
                       "grad_norm": float(done.grad_norm)}  # fmt: skip
+
+
+def row_of_two_ranks(ranks: Any, folder: Path) -> dict[str, Any]:
+    """The row of an update that took about a thousand seconds on two ranks, of which each has half of the tokens."""
+    learner: Any = SimpleNamespace(gradient=SimpleNamespace(model=None), model=None, step=1)
+    context = context_of(learner, losses.mse, config=config_of(folder), ranks=ranks)
+    metrics = Metrics(context)
+    metrics._lr, metrics._counts_tokens = 0.1, True
+    context.plan = Plan(((0, 1),), (20, 10))
+    context.update = cast(Any, SimpleNamespace(num_tokens=60, num_samples=4, num_microbatches=2))
+    context.values, context.started = {"loss": 1.0, "weight": 60.0}, time.perf_counter() - 1000
+    return metrics._row(context)
+
+
+def test_the_throughput_is_that_of_all_ranks(tmp_path: Path) -> None:
+    for row in on_ranks(2, tmp_path, row_of_two_ranks, tmp_path):
+        assert row["tokens_per_second"] == pytest.approx(60 / 1000, rel=0.2)
+        assert row["padding"] == pytest.approx(1 - 60 / 80)

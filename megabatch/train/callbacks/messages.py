@@ -109,8 +109,6 @@ def notes(config: Config, num_updates: NumUpdates, data: Data, dp_degree: int) -
         lines.append("one checkpoint, at the end (run.save_every): a run that is ended before begins anew")
     if config.advice.every is not None:
         lines.append(f"the gradient's noise is measured every {config.advice.every} updates (advice.every)")
-    if optim.warmup_steps and num_updates.of_run is not None and optim.warmup_steps >= num_updates.of_run:
-        lines.append(f"the warmup of {optim.warmup_steps} updates is longer than the run (optim.warmup_steps)")
     if data.epoch_size is not None and sizes.largest > data.epoch_size:
         lines.append(
             f"an epoch has {count(data.epoch_size, 'sample')}, fewer than the {sizes.largest} of an update: lower "
@@ -290,7 +288,8 @@ class FinalMessages(Callback):
         samples, wanted = context.data.sets.get(context.best.set or "", []), context.config.eval.completion_tokens
         with context.evaluated_weights():
             model, device = context.model.run, context.ranks.device
-            prompt, completion = sample_completion(model, samples, context.tokenizer, device, wanted)
+            with context.console.progress("writing a completion", None, "tokens"):
+                prompt, completion = sample_completion(model, samples, context.tokenizer, device, wanted)
         if prompt:
             parts = [rule("a held-out prompt"), shown(prompt), rule("its completion"), shown(completion), rule("")]
             context.console.say("\n".join(parts))

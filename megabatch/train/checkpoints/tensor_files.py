@@ -55,6 +55,7 @@ CLASSES = {  # module → names in it that a description may use
     "pathlib": ("PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath"),  # Python 3.13
 }  # fmt: skip
+CUT_OFF = ("unexpected pos", "iostream error", "PytorchStreamWriter failed", "failed writing file")  # in the words of torch's writer
 NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]  # what a pickled numpy number calls
 NUMPY_TYPES: list[Any] = [
     NUMPY_SCALAR,
@@ -106,8 +107,16 @@ def _write_states(states: Mapping[str, Any], to: Path, ranks: Ranks) -> None:
         first = next(iter(error.failures.values()))[0]
         if isinstance(first, KeyboardInterrupt):  # DCP catches everything
             raise KeyboardInterrupt from None
-        reason = first.strerror if isinstance(first, OSError) and first.strerror else in_one_line(first)
-        raise MegabatchError(f"cannot write {to} ({reason}); make room for it") from None
+        raise MegabatchError(f"cannot write {to} ({write_problem(first)}); make room for it") from None
+
+
+def write_problem(error: BaseException) -> str:
+    """Return why a file was not written; torch's own writer tells of a full disk in words of its own."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if any(sign in str(error) for sign in CUT_OFF):
+        return "a file was cut off while it was written: the disk is full, or what you may write to it"
+    return in_one_line(error)
 
 
 def load(checkpoint: Path, state: Mapping[str, Stateful]) -> None:

@@ -29,7 +29,7 @@ from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.signals import StopSignal
 
 SECONDS_BETWEEN_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # of a run's last checkpoint
-SECONDS_BETWEEN_LATE_TRIES = 10.0
+SECONDS_BETWEEN_LATE_TRIES, MOST_TRIES = 10.0, 360  # about an hour
 SECONDS_TO_LEAVE = 3.0  # for one that is on its way when a run on several ranks fails
 
 
@@ -112,7 +112,10 @@ class Writer:
             self._fail(request, error)
 
     def write_last(self, request: CheckpointRequest, stop: StopSignal) -> None:
-        """Write the last checkpoint of a run. It waits for room until a signal comes, for a minute after one has."""
+        """Write the last checkpoint of a run.
+
+        It waits for room for an hour or until a signal comes, and for a minute after one has. Raises `MegabatchError`.
+        """
         self.wait()
         for number, seconds in enumerate(chain((0.0, *SECONDS_BETWEEN_TRIES), repeat(SECONDS_BETWEEN_LATE_TRIES))):
             time.sleep(seconds)
@@ -123,8 +126,15 @@ class Writer:
             except MegabatchError as error:
                 if number >= len(SECONDS_BETWEEN_TRIES) and stop.agree(self._ranks):
                     raise
+                if number + 1 >= MOST_TRIES:
+                    raise MegabatchError(
+                        f"{error}; it was tried {MOST_TRIES} times, and the run ends without it"
+                    ) from None
                 if number == 0:
-                    self._console.warn(f"{error}; the last one is tried until it is written, or a signal ends the run")
+                    self._console.warn(
+                        f"{error}; the last one is tried until it is written, a signal ends the run, or {MOST_TRIES} "
+                        "tries have failed"
+                    )
         return None
 
     def poll(self) -> None:

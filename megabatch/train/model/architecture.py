@@ -40,6 +40,7 @@ OWNED_KEYS = {  # of model.config, that the trainer sets
     "attn_implementation": "set model.attention",
 }
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # transformers' own code
+DTYPES = re.compile(r"\b(Double|Float|Half|BFloat16|Float16|Float32|Float64)\b")  # in torch's words
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
 BYTES_TEMPLATE = """\
 {% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}\
@@ -235,6 +236,11 @@ def refused(config: ModelConfig, error: Exception) -> MegabatchError:
     key = key_of(config)
     if "Unrecognized configuration class" in str(error):
         return MegabatchError(f"{key} is not of a causal language model that transformers knows; choose one that is")
+    if isinstance(error, RuntimeError) and DTYPES.search(str(error)):
+        return MegabatchError(
+            f"a layer of {key} does not compute in model.dtype = {config.dtype!r} ({in_one_line(error)}); set "
+            "model.dtype to another, float32 or bfloat16 say"
+        )
     return MegabatchError(f"transformers refuses {key} ({in_one_line(error)}); change it there")
 
 

@@ -50,6 +50,7 @@ def build_learner(
     device = next(parallel_model.base.parameters()).device
     optimizer = build_optimizer(parallel_model.base, optim_of(config, device))
     parallel_model.words.extend(words_of_muon(optimizer))
+    parallel_model.warnings.extend(too_long_warmup(config.optim, num_updates.of_run))
     if isinstance(optimizer, LowBits):
         parallel_model.words.append("steps: in float32, by 16 low bits beside each bfloat16 weight")
     else:
@@ -239,17 +240,38 @@ def with_low_bits(optimizer: optim.Optimizer, config: OptimConfig) -> LowBits:
         raise MegabatchError(f'optim.master is "low_bits" and {reason}; set it to "none"') from None
 
 
-def too_small_steps(optimizer: optim.Optimizer, config: OptimConfig) -> list[str]:
-    """Return a warning if most bfloat16 weights would be rounded back to where they were before a step."""
-    weights = [each for group in optimizer.param_groups for each in group["params"] if each.dtype == torch.bfloat16]
-    if not weights or config.function is not None:
+def too_long_warmup(config: OptimConfig, num_updates: int | None) -> list[str]:
+    """Return a warning if the run ends before its learning rate is reached."""
+    if num_updates is None or config.warmup_steps <= num_updates:
         return []
+    last = config.lr * num_updates / config.warmup_steps
+    return [
+        f"the warmup of {config.warmup_steps} updates is longer than the run of {num_updates}, whose learning rate "
+        f"rises to {last:.2g} of {config.lr:g}; lower optim.warmup_steps"
+    ]
+
+
+def too_small_steps(optimizer: optim.Optimizer, config: OptimConfig) -> list[str]:
+    """Return a warning if most weights would be rounded back to where they were before a step."""
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    dtypes = {parameter.dtype for parameter in trained if parameter.is_floating_point()}
+    if not dtypes or config.function is not None:
+        return []
+    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    weights = [parameter for parameter in trained if parameter.dtype == dtype]
     here = [(each.to_local() if isinstance(each, DTensor) else each).detach().reshape(-1) for each in weights]
     every = sum(map(len, here)) // NUM_LOOKED_AT + 1
     median = float(torch.cat([each[::every] for each in here]).float().abs().median()) if any(map(len, here)) else 0.0
-    half_step = 2.0 ** (math.floor(math.log2(median)) - 8) if 0 < median < math.inf else 0.0
+    is_known = 0 < median < math.inf
+    half_step = 2.0 ** math.floor(math.log2(median)) * torch.finfo(dtype).eps / 2 if is_known else 0.0
     if config.lr >= half_step:
         return []
+    if dtype != torch.bfloat16:
+        kind = str(dtype).removeprefix("torch.")
+        return [
+            f"optim.lr is {config.lr:g}, below half a {kind} step of the median weight ({half_step:.1e}): most weights "
+            "will not move; raise optim.lr"
+        ]
     reason = 'optim.master is "none"' if config.master is None else f"optim.name is {config.name!r}"
     change = "leave optim.master out" if LowBits.supports(type(optimizer)) else "choose AdamW"
     return [
