@@ -244,7 +244,7 @@ def test_one_bad_folder_does_not_keep_the_others_from_being_shown(
     assert len(read_starts(bad)) == (name == "environment.json")
     assert (plan_of(bad), ended_of(bad), is_running(bad)) == ([], "", False)
     if name == "config.toml":
-        with pytest.raises(MegabatchError, match="without config.toml"):
+        with pytest.raises(MegabatchError, match=r"without config\.toml"):
             recipe_of(bad)
 
 

@@ -15,9 +15,9 @@ from megabatch.train.checkpoints.tensor_files import write_problem
 from megabatch.train.checkpoints.writer import CheckpointRequest, Writer
 from megabatch.train.config import ModelConfig, OptimConfig
 from megabatch.train.data.samples import pack_samples
-from megabatch.train.model.architecture import architecture_of, outline, refused
+from megabatch.train.model.architecture import architecture_of, construct, refused
+from megabatch.train.model.build import try_forward
 from megabatch.train.model.optimizer import too_long_warmup, too_small_steps
-from megabatch.train.model.weights import fresh_source
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.signals import StopSignal
 from tests.train.contexts import ALONE, config_of
@@ -42,11 +42,10 @@ def test_a_row_of_any_size_holds_all(row_tokens: int) -> None:
 
 def test_experts_that_do_not_compute_in_float64_name_the_key() -> None:
     config = ModelConfig(config=MIXTRAL, dtype="float64")
-    with pytest.raises(
-        MegabatchError, match=r"does not compute in model\.dtype = 'float64' .*set model\.dtype to another"
-    ):
-        architecture = architecture_of(config)
-        fresh_source(outline(config, architecture), config, architecture, 0)
+    architecture = architecture_of(config)
+    model = construct(config, architecture)
+    with pytest.raises(MegabatchError, match=r"in model\.dtype = 'float64' .*set model\.dtype to another"):
+        try_forward(model, config, torch.device("cpu"))
     other = str(refused(config, ValueError("hidden_size must be even")))
     assert other == "transformers refuses model.config (ValueError: hidden_size must be even); change it there"
 

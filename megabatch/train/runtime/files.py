@@ -19,6 +19,7 @@ from typing import Any, cast
 from megabatch.errors import MegabatchError, in_one_line
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
+NOT_THERE = (FileNotFoundError, NotADirectoryError)
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
 SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
 SAME, CLOSE = ("samples", "weight", "lr"), ("loss", "grad_norm")  # of a manifest: equal in the same run; up to rounding
@@ -100,7 +101,7 @@ def check_own_path(path: Path, change: str = "choose another run.folder") -> Non
     """Raise `MegabatchError` for a link, a pipe or a device: a run deletes and writes in its folder alone."""
     try:
         kind = kind_of(path.lstat().st_mode)
-    except FileNotFoundError:
+    except NOT_THERE:
         return
     if kind:
         elsewhere = " to another file or folder" if kind == "a link" else ""
@@ -306,7 +307,7 @@ def find_rows(path: Path) -> tuple[list[Row], str]:
     """Return the rows that can be read, without a last line that a kill has cut off, and what the first other is."""
     try:
         *whole, cut_off = read_file(path).split(b"\n")
-    except FileNotFoundError:
+    except NOT_THERE:
         return [], ""
     except NotAFileError as error:
         return [], str(error.strerror)
@@ -351,7 +352,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(NotAFileError, ValueError, RecursionError, KeyError, TypeError):
         try:
             starts = list(json.loads(read_file(folder / ENVIRONMENT))["starts"])
-        except FileNotFoundError:
+        except NOT_THERE:
             return []
         if all(isinstance(start, dict) for start in starts):
             return starts
