@@ -55,7 +55,7 @@ CLASSES = {  # module → names in it that a description may use
     "pathlib": ("PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath"),  # Python 3.13
 }  # fmt: skip
-CUT_OFF = ("unexpected pos", "iostream error", "PytorchStreamWriter failed", "failed writing file")  # in the words of torch's writer
+CUT_OFF = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")  # in the words of torch's writer
 NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]  # what a pickled numpy number calls
 NUMPY_TYPES: list[Any] = [
     NUMPY_SCALAR,
