@@ -57,6 +57,30 @@ def count_rows(microbatch: Microbatch) -> Tensor:
     )
 
 
+TOKENS = ("input_ids", "inputs_embeds")
+PACKED_KEYS = ("cu_seq", "seq_idx")  # how keys begin that say where the samples of a row end
+
+
+def is_packed(microbatch: Microbatch, num_samples: int) -> bool:
+    """Return True unless each sample of a microbatch of tokens has a row of its own, as far as the tensors tell."""
+    if num_samples < 2 or not isinstance(microbatch, Mapping):
+        return False
+    named = cast(Mapping[str, Any], microbatch)
+    tokens = next((named[name] for name in TOKENS if isinstance(named.get(name), Tensor)), None)
+    if tokens is None:
+        return False
+    num_rows = len(tokens) if tokens.ndim > 1 else 1
+    # A pair of texts has two rows. Samples that are joined and cut again have any number.
+    if num_rows % num_samples or any(str(name).startswith(PACKED_KEYS) for name in named):
+        return True
+    positions: Any = named.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.shape[-1] < 2:
+        return False
+    rises = positions[..., 1:] > positions[..., :-1]  # [..., T - 1]
+    begins = rises & ~nn.functional.pad(rises[..., :-1], (1, 0))  # padding does not rise
+    return bool((begins.sum(-1) > 1).any())
+
+
 MAX_TRIED = 8  # samples in a trial
 MAX_NUMEL = 2**20  # largest parameter whose gradient is compared
 MAX_COMPARED = 2**12  # elements of such a gradient
@@ -187,6 +211,27 @@ class LossTrial:
                 raise LossContractError(
                     f"the model's own loss is not the mean over next tokens: its gradient is off by {error:.2g}; {GIVE}"
                 )
+
+    def check_rows(self, total: Mean) -> None:
+        """Raise `LossContractError` unless ``total`` of all samples has the sum of the gradients of each alone.
+
+        A loss that draws random numbers tells nothing.
+        """
+        take, is_drawn = self._microbatches()
+        alone = [take((index,)) for index in range(len(self.samples))]
+        if is_drawn or _distance(*(self._gradient(alone[-1], seed, total) for seed in (0, 1))) > self.tolerance / 10:
+            return
+        parts = [self._gradient(each, 0, total) for each in alone]
+        together = self._gradient(take(range(len(self.samples))), 0, total)
+        error = _distance(together, torch.stack(parts).sum(0), *parts)
+        if error == float("inf"):
+            raise NotFiniteError(f"the gradient of {len(parts)} samples in one row is not finite")
+        if error > self.tolerance:
+            raise LossContractError(
+                f"the data collator lays {len(parts)} samples in fewer rows, where they change each other's gradient: "
+                f"it is off by {error:.2g} from the sum of each sample's own; give a data_collator that pads, or an "
+                "attention that goes by position_ids (with use_cache = False)"
+            )
 
     def _compare(self, found: Tensor, parts: list[Tensor], count: float, *, is_drawn: bool) -> None:
         error = _distance(found, torch.stack(parts).sum(0), *parts)

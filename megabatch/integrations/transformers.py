@@ -23,7 +23,7 @@ from megabatch.integrations.mean_loss import LossTrial, choose_samples
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
 from megabatch.integrations.rollouts import Rollouts, makes_rollouts
 from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
-from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks
+from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks, terms_of, weigh_of
 from megabatch.losses.mean import mean
 from megabatch.losses.ready_made import HALF_TYPES
 
@@ -39,6 +39,8 @@ except ModuleNotFoundError as error:
         "accelerate"
     ) from None
 
+UNTRIED_ROWS = "a microbatch has several samples in one row, and none was tried before"
+ROW_TRIALS = 3  # updates that try such a microbatch: one alone may hold samples that happen not to meet
 LAST_TRIED = 2**7  # the last update that may try the loss; updates 1, 2, 4, ... do
 
 
@@ -91,6 +93,9 @@ class MegabatchTrainer(Trainer):
         self._gives_samples = False  # whether batches are those of get_train_dataloader below
         self._num_updates = 0
         self._trial_samples: list[Any] = []  # of past trials
+        self._row_trials = 0  # updates that may still try a microbatch with several samples in a row
+        self._tries_rows = False  # this update does
+        self._packed_samples: list[Any] = []  # of the first such microbatch
         self._update: Update | None = None
         self._update_metrics: UpdateMetrics | None = None  # of a trainer of TRL
         self._rollouts: Rollouts | None = None  # of a trainer that generates
@@ -193,9 +198,14 @@ class MegabatchTrainer(Trainer):
         self._try_loss(model, calls)
         if self._update_metrics is not None:
             self._update_metrics.open_update()
-        with self._offloading():
-            for batch in calls:
-                gradient.forward_backward(batch, cast(LossFunction, self._loss_fn))
+        self._tries_rows = self._row_trials > 0
+        try:
+            self._run(gradient, calls)
+        except PlanError as error:  # raised on all ranks, before the first forward
+            if UNTRIED_ROWS not in str(error):
+                raise
+            self._try_rows(model)
+            self._run(gradient, calls)
         if self._rollouts is not None:
             self._rollouts.log_step_time()
         self._update = update = gradient.finalize(max_norm=self.args.max_grad_norm or None)
@@ -204,6 +214,11 @@ class MegabatchTrainer(Trainer):
                 raise problem
             model.zero_grad()  # so that the optimizer has nothing to step
         return update.loss.to(torch.float32)
+
+    def _run(self, gradient: GradientAccumulator, calls: list[Any]) -> None:
+        with self._offloading():
+            for batch in calls:
+                gradient.forward_backward(batch, cast(LossFunction, self._loss_fn))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate the operations of a batch, without padding. Trainer calls this after each training_step."""
@@ -256,6 +271,10 @@ class MegabatchTrainer(Trainer):
         """Return the accumulator; the first update makes it, when the model is wrapped."""
         if self._gradient is None or self._gradient.model is not model:
             self._loss_fn = self._with_hooks(self._given_loss or self._default_loss())
+            # Without `weigh` microbatches are collated one by one, when other ranks may wait for this one.
+            is_early = weigh_of(self._loss_fn) is not None or self.args.world_size == 1
+            tries_rows = self._checks_loss and is_early and self._rollouts is None
+            self._row_trials = ROW_TRIALS if tries_rows else 0
             if self._given_loss is None and has_metrics(self):
                 self._update_metrics = UpdateMetrics(self)
             tokens = self._max_microbatch_tokens
@@ -263,7 +282,7 @@ class MegabatchTrainer(Trainer):
                 model,
                 micro_batch_size=self.args.per_device_train_batch_size if tokens is None else None,
                 max_microbatch_tokens=tokens,
-                collate=None if self._is_collated else self._collate,
+                collate=None if self._is_collated else self._collate_tried,
                 length=self._length,
             )
             self._gradient.reserve_for(cast(Any, self.optimizer))
@@ -274,6 +293,14 @@ class MegabatchTrainer(Trainer):
         if self._rollouts is not None:
             return self._rollouts.collate
         return self._get_collator_with_removed_columns(self.data_collator, "training")
+
+    def _collate_tried(self, samples: list[Any]) -> Microbatch:
+        """Return a microbatch. Raise `PlanError` for the first with several samples in a row, which is to be tried."""
+        microbatch = self._collate(samples)
+        if self._tries_rows and mean_loss.is_packed(microbatch, len(samples)):
+            self._packed_samples = samples
+            raise PlanError(UNTRIED_ROWS)
+        return microbatch
 
     def _default_loss(self) -> LossFunction:
         """Return next-token cross-entropy unless the user replaced it, otherwise the mean of ``compute_loss``."""
@@ -347,12 +374,40 @@ class MegabatchTrainer(Trainer):
         if self._is_collated or self._rollouts:  # stacked as they are
             samples = [each for each in samples if _shapes(each) == _shapes(samples[0])]
         self._trial_samples = choose_samples(samples, self._length)
+        self._run_on_all(model, partial(self._run_trial, samples=self._trial_samples, collate=collate))
+
+    def _try_rows(self, model: nn.Module) -> None:
+        """Check that samples in one row of a microbatch do not see each other; every rank tries the same ones.
+
+        Raises:
+            LossContractError: The gradient of the row is not the sum of the samples' gradients; on all ranks.
+        """
+        packed = next(samples for samples in gather_object([self._packed_samples]) if samples)
+        self._tries_rows, self._packed_samples, self._row_trials = False, [], self._row_trials - 1
+        few = choose_samples(packed, self._length)
+        samples = few if mean_loss.is_packed(self._collate(few), len(few)) else packed
+        loss_fn = self._given_loss or self._default_loss()
+        prepare = loss_hooks(loss_fn).prepare
+
+        def total(model: nn.Module, microbatch: Microbatch) -> Any:
+            with self.compute_loss_context_manager():
+                terms = terms_of(cast(Any, loss_fn)(model, microbatch if prepare is None else prepare(microbatch)))
+            return sum(term.total for term in terms.values())
+
+        def check(model: nn.Module) -> None:
+            self._make_trial(model, samples, self._collate, len(samples)).check_rows(total)
+
+        if not isinstance(loss_fn, JointLoss):
+            self._run_on_all(model, check)
+
+    def _run_on_all(self, model: nn.Module, trial: Callable[[nn.Module], None]) -> None:
+        """Run a trial of the unwrapped model. Raise what it raises on any rank as `LossContractError` on all."""
         problem = None
         unwrapped = self.accelerator.unwrap_model(model)
         try:
             with restore_after_trial(unwrapped, self._take_snapshot()):
                 vars(self)["log"] = _ignore_log  # until attributes are put back
-                self._run_trial(unwrapped, self._trial_samples, collate)
+                trial(unwrapped)
         except mean_loss.NotFiniteError:  # the model has diverged: no update is stepped while its loss is not finite
             pass
         except Exception as error:
@@ -373,8 +428,6 @@ class MegabatchTrainer(Trainer):
         return choose_samples(samples, self._length), _stacked if self._is_collated else self._collate
 
     def _run_trial(self, model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Microbatch]) -> None:
-        is_half = self.accelerator.mixed_precision == "bf16" or next(model.parameters()).dtype in HALF_TYPES
-        rounding = 5e-2 if is_half else 1e-3 if self.args.device.type == "cpu" else 1e-2  # TF32
         tokens, size = self._max_microbatch_tokens, self.args.per_device_train_batch_size
         if isinstance(tokens, int):
             size = tokens // max(map(self._length, samples))
@@ -382,22 +435,29 @@ class MegabatchTrainer(Trainer):
         if isinstance(tokens, str) or (size > 1 and recomputes):
             size = 2  # the size that fits is unknown, or known only in train mode
 
-        def mean(model: nn.Module, microbatch: Microbatch) -> Any:
-            with self.compute_loss_context_manager():
-                return self._compute_mean(model, microbatch)
-
-        is_next_token = self._default_loss() is losses.next_token
-        tried = LossTrial(
-            model, samples, collate, partial(Trainer._prepare_inputs, self) if self._rollouts else self._prepare_inputs,
-            mean,
-            losses.count_targets if is_next_token else self.count_targets,
-            size=size, one_row=size == 1 and tokens is None, tolerance=rounding,
-        )  # fmt: skip
-        if is_next_token:
+        tried = self._make_trial(model, samples, collate, size)
+        if self._default_loss() is losses.next_token:
             prepare = cast(Any, losses.next_token).prepare
             tried.check_same(lambda model, microbatch: losses.next_token(model, prepare(microbatch))[0])
         else:
             tried.check_mean()
+
+    def _make_trial(
+        self, model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Microbatch], size: int
+    ) -> LossTrial:
+        is_half = self.accelerator.mixed_precision == "bf16" or next(model.parameters()).dtype in HALF_TYPES
+        rounding = 5e-2 if is_half else 1e-3 if self.args.device.type == "cpu" else 1e-2  # TF32
+
+        def mean(model: nn.Module, microbatch: Microbatch) -> Any:
+            with self.compute_loss_context_manager():
+                return self._compute_mean(model, microbatch)
+
+        return LossTrial(
+            model, samples, collate, partial(Trainer._prepare_inputs, self) if self._rollouts else self._prepare_inputs,
+            mean,
+            losses.count_targets if self._default_loss() is losses.next_token else self.count_targets,
+            size=size, one_row=size == 1 and self._max_microbatch_tokens is None, tolerance=rounding,
+        )  # fmt: skip
 
     def _batch_sampler(self) -> "RankBatchSampler":
         args = self.args

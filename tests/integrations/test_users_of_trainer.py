@@ -25,6 +25,8 @@ REFUSED = {  # how each begins
     "tensors": "PlanError: get_train_dataloader() gives a list of Tensors",
     "reads inputs": "PlanError: training_step reads inputs['input_ids']",
     "replaces inputs": "PlanError: Users.training_step hands on other inputs",
+    "flat, crossing": "LossContractError: the data collator lays ",
+    "flat, crossing, own": NO_MEAN,
     "own step": "PlanError: Users.training_step does not call MegabatchTrainer's",
 }
 EITHER = {"max_length", "max_length, own"}
@@ -32,6 +34,7 @@ ALLOWED = {"smoothed": 1e-6}  # Trainer's smoothing sums in float32
 ON_TWO = [
     "classes", "floats", "pads", "flat", "collated", "masking, default", "context", "noisy", "drawn collator",
     "class weights", "class weights, collated", "pairwise", "reads inputs",
+    "flat, crossing",
 ]  # fmt: skip
 PAIRS = [(1, job) for job in CASES] + [(2, job) for job in ON_TWO]
 

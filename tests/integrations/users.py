@@ -18,6 +18,8 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DataCollatorWithFlattening,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForSequenceClassification,
     PretrainedConfig,
@@ -103,6 +105,16 @@ def gpt2() -> nn.Module:
     model = models.gpt2(torch.float64)  # whose norms stay in float64
     model.config.use_cache = False
     return model
+
+
+def crossing() -> nn.Module:
+    """A model whose eager attention lets the samples of a row see each other."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_local_experts=2, num_experts_per_tok=1, use_cache=False,
+    )  # fmt: skip
+    return GptOssForCausalLM(config)
 
 
 def classifier() -> nn.Module:
@@ -355,6 +367,8 @@ CASES: dict[str, Case] = {
     "tensors": Case(focal, members={"get_train_dataloader": tensor_loader}),
     "reads inputs": Case(focal, members={"training_step": reads_inputs}),
     "replaces inputs": Case(focal, members={"training_step": replaces_inputs}),
+    "flat, crossing": Case(None, crossing, texts, flat),
+    "flat, crossing, own": Case(next_tokens, crossing, texts, flat),
     "own step": Case(focal, members={"training_step": own_step}),
 }  # fmt: skip
 
