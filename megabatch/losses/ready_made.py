@@ -21,6 +21,7 @@ from megabatch.batching.padding import (
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch, has_padded_numbers
 from megabatch.errors import LossContractError
 from megabatch.losses.contract import Term, loss
+from megabatch.losses.dropped_terms import refuse_dropped_terms
 
 TARGETS = ("labels", "shift_labels")
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -52,8 +53,8 @@ def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
         The sum, and the number of targets.
 
     Raises:
-        LossContractError: Labels and logits have different shapes, the model is an encoder-decoder, or it returns an
-            auxiliary loss, which would be left out.
+        LossContractError: Labels and logits have different shapes, the model is an encoder-decoder, it returns an
+            auxiliary loss, or its own loss of the same ``labels`` has another term (a z-loss): both would be left out.
     """
     term, output = next_token_beside(model, microbatch)
     if getattr(output, "aux_loss", None) is not None:
@@ -77,6 +78,7 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
             f"{type(inner).__name__} is an encoder-decoder, whose position t predicts label t; give "
             "losses.classification, with decoder_input_ids in the samples, in place of next_token"
         )
+    refuse_dropped_terms(model, microbatch)
     if MASK in microbatch or RIGHT_PADDED in microbatch:
         microbatch = without_needless(model, microbatch)
     head, summed = getattr(inner, "lm_head", None), None
