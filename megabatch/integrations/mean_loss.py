@@ -375,7 +375,7 @@ def _naming_source(source: str) -> Generator[None]:
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int) -> Generator[None]:
     """Seed the generators of torch, numpy and Python inside, and restore them afterwards."""
-    state, of_python, of_numpy = random_state.note(device), random.getstate(), np.random.get_state()
+    put_back = note_generators(device)
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -384,9 +384,19 @@ def _seeded(device: torch.device, seed: int) -> Generator[None]:
     try:
         yield
     finally:
+        put_back()
+
+
+def note_generators(device: torch.device) -> Callable[[], None]:
+    """Return a function that restores the present states of the generators of torch, numpy and Python."""
+    state, of_python, of_numpy = random_state.note(device), random.getstate(), np.random.get_state()
+
+    def put_back() -> None:
         random_state.put_back(state)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+    return put_back
 
 
 def _rows_of(microbatch: Mapping[str, Any]) -> int | None:

@@ -5,6 +5,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line, require_version
 from megabatch.integrations import mean_loss
-from megabatch.integrations.mean_loss import LossTrial, choose_samples
+from megabatch.integrations.mean_loss import LossTrial, choose_samples, note_generators
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
 from megabatch.integrations.rollouts import Rollouts, makes_rollouts
 from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
@@ -100,6 +101,7 @@ class MegabatchTrainer(Trainer):
         self._update_metrics: UpdateMetrics | None = None  # of a trainer of TRL
         self._rollouts: Rollouts | None = None  # of a trainer that generates
         self._was_stepped = False  # whether training_step below was called
+        self._has_batches = False  # whether the loader has given any since training began
         self._is_causal = self._shifts_labels()
 
     def train(self, *positional: Any, **named: Any) -> Any:
@@ -125,8 +127,12 @@ class MegabatchTrainer(Trainer):
                 "MegabatchTrainer cannot keep DPOTrainer's loss_type 'aot', which sorts the pairs of a microbatch; set "
                 "another, or train with DPOTrainer"
             )
-        self._num_updates = 0
-        return super().train(*positional, **named)
+        self._num_updates, self._has_batches = 0, False
+        ignores_skip = self.args.ignore_data_skip
+        try:
+            return super().train(*positional, **named)
+        finally:
+            self.args.ignore_data_skip = ignores_skip
 
     def count_targets(self, microbatch: Any) -> Any:
         """Count the targets that ``compute_loss`` is a mean over.
@@ -160,7 +166,10 @@ class MegabatchTrainer(Trainer):
                 raise PlanError(
                     "MegabatchTrainer cannot deal an IterableDataset to several processes; give a dataset with a length"
                 )
-            loader = _Loader(dataset, self._train_batch_size, drop_last=args.dataloader_drop_last, **settings)
+            loader = _StreamLoader(dataset, self._train_batch_size, drop_last=args.dataloader_drop_last, **settings)
+            if not args.ignore_data_skip:
+                loader.skip_updates(lambda: self.state.global_step, args.gradient_accumulation_steps, args.device)
+                args.ignore_data_skip = True  # until training ends: Trainer would skip batches of the first pass only
         else:
             start = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
             loader = _Loader(dataset, batch_sampler=self._batch_sampler(), worker_init_fn=start, **settings)
@@ -171,6 +180,12 @@ class MegabatchTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the batches of an update and keep them for its last `training_step`."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches and not self._has_batches and self.state.global_step:
+            raise PlanError(
+                f"training resumes at step {self.state.global_step}, and the loader of get_train_dataloader() ends "
+                "before: Trainer skips batches of its first pass only; give it a length, or set ignore_data_skip=True"
+            )
+        self._has_batches = True
         for batch in [] if self._gives_samples else batches:
             if not isinstance(batch, Mapping | list) or any(isinstance(each, Tensor) for each in batch):
                 raise PlanError(
@@ -504,6 +519,47 @@ class _Loader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         if isinstance(self.batch_sampler, RankBatchSampler):
             self.batch_sampler.set_epoch(epoch)
+
+
+class _StreamLoader(_Loader):
+    """A loader of passes over a data set without a length, which a resumed training enters where it was left."""
+
+    num_passes = 0
+    _count_skipped: Callable[[], int] | None = None
+
+    def skip_updates(self, count: Callable[[], int], num_batches: int, device: torch.device) -> None:
+        """Leave out ``count()`` updates of ``num_batches`` batches each, with the draws of a training that begins."""
+        self._count_skipped, self._num_batches, self._device = count, num_batches, device
+        self._begin = note_generators(device)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        skipped = self._count_skipped() if self._count_skipped is not None and not self.num_passes else 0
+        if not skipped:
+            yield from self._begin_pass()
+            return
+        resume = note_generators(self._device)
+        self._begin()
+        batches = self._begin_pass()
+        while True:
+            num_seen = sum(1 for _ in islice(batches, skipped * self._num_batches)) // self._num_batches
+            skipped -= num_seen
+            if not skipped:
+                break
+            if not num_seen:
+                raise PlanError(
+                    f"training resumes after {skipped} more updates, and a pass over the data has not one; give the "
+                    "data set that the checkpoint was trained on"
+                )
+            batches = self._begin_pass()
+        rest = list(islice(batches, 1))
+        resume()
+        yield from chain(rest, batches) if rest else self._begin_pass()
+
+    def _begin_pass(self) -> Iterator[Any]:
+        if hasattr(self.dataset, "set_epoch"):
+            cast(Any, self.dataset).set_epoch(self.num_passes)
+        self.num_passes += 1
+        return super().__iter__()
 
 
 class _Samples(list[Any]):
