@@ -20,6 +20,7 @@ from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line, require_version
 from megabatch.integrations import mean_loss
+from megabatch.integrations.embedding_noise import EmbeddingNoise, with_lengths
 from megabatch.integrations.mean_loss import LossTrial, choose_samples, note_generators
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
 from megabatch.integrations.rollouts import Rollouts, makes_rollouts
@@ -101,6 +102,7 @@ class MegabatchTrainer(Trainer):
         self._update_metrics: UpdateMetrics | None = None  # of a trainer of TRL
         self._rollouts: Rollouts | None = None  # of a trainer that generates
         self._was_stepped = False  # whether training_step below was called
+        self._noise: EmbeddingNoise | None = None  # of neftune_noise_alpha
         self._has_batches = False  # whether the loader has given any since training began
         self._is_causal = self._shifts_labels()
 
@@ -117,6 +119,7 @@ class MegabatchTrainer(Trainer):
             self._rollouts = Rollouts(self, owner.__name__)
         elif owner is not Trainer and not hasattr(self, "maybe_activation_offload_context"):
             raise PlanError(f"MegabatchTrainer cannot keep {owner.__name__}.training_step; train with {owner.__name__}")
+        self._check_noise()
         if getattr(self, "calculate_KL", False):  # 0 before the first step, so that no trial would tell
             raise PlanError(
                 "MegabatchTrainer cannot keep KTOTrainer's KL term, which couples the samples of a microbatch; set "
@@ -133,6 +136,15 @@ class MegabatchTrainer(Trainer):
             return super().train(*positional, **named)
         finally:
             self.args.ignore_data_skip = ignores_skip
+
+    def _check_noise(self) -> None:
+        """Raise `PlanError` where the length of a sample that scales NEFTune's noise would not be known."""
+        is_encoder_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        unknown = {"an encoder-decoder": is_encoder_decoder, "rollouts": self._rollouts is not None,
+                   "a JointLoss": isinstance(self._given_loss, JointLoss)}  # fmt: skip
+        for name, is_given in unknown.items():
+            if self.args.neftune_noise_alpha is not None and is_given:
+                raise PlanError(f"MegabatchTrainer cannot keep neftune_noise_alpha with {name}; leave it out")
 
     def count_targets(self, microbatch: Any) -> Any:
         """Count the targets that ``compute_loss`` is a mean over.
@@ -208,8 +220,8 @@ class MegabatchTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # of a schedule-free one
             cast(Any, self.optimizer).train()
-        calls = self._calls()
         gradient = self._accumulator(model)
+        calls = self._calls()
         self._try_loss(model, calls)
         if self._update_metrics is not None:
             self._update_metrics.open_update()
@@ -280,11 +292,14 @@ class MegabatchTrainer(Trainer):
         """Return the update as batches for GradientAccumulator; a mapping is its own batch, as it is padded."""
         if self._rollouts is not None:
             return self._rollouts.take(self._batches)
-        return self._batches if self._is_collated else [[sample for batch in self._batches for sample in batch]]
+        if self._is_collated:
+            return self._batches if self._noise is None else [with_lengths(batch) for batch in self._batches]
+        return [[sample for batch in self._batches for sample in batch]]
 
     def _accumulator(self, model: nn.Module) -> GradientAccumulator:
         """Return the accumulator; the first update makes it, when the model is wrapped."""
-        if self._gradient is None or self._gradient.model is not model:
+        lacks_noise = self._lacks_noise(model)
+        if self._gradient is None or self._gradient.model is not model or lacks_noise:
             self._loss_fn = self._with_hooks(self._given_loss or self._default_loss())
             # Without `weigh` microbatches are collated one by one, when other ranks may wait for this one.
             is_early = weigh_of(self._loss_fn) is not None or self.args.world_size == 1
@@ -303,6 +318,23 @@ class MegabatchTrainer(Trainer):
             self._gradient.reserve_for(cast(Any, self.optimizer))
         return self._gradient
 
+    def _lacks_noise(self, model: nn.Module) -> bool:
+        """Replace the hook of transformers that adds NEFTune's noise, which each training sets anew.
+
+        Return True if the loss was made for another hook.
+        """
+        handle = getattr(self, "neftune_hook_handle", None)
+        if self.args.neftune_noise_alpha is None or handle is None:
+            lacked, self._noise = self._noise is not None, None
+            return lacked
+        if self._noise is not None and self._noise.handle is handle:
+            return False
+        handle.remove()
+        embeddings = next(module for module in model.modules() if hasattr(module, "neftune_noise_alpha"))
+        self._noise = EmbeddingNoise(embeddings)
+        self.neftune_hook_handle = self._noise.handle  # Trainer removes it at the end
+        return True
+
     @property
     def _collate(self) -> Callable[[list[Any]], Microbatch]:
         if self._rollouts is not None:
@@ -315,6 +347,8 @@ class MegabatchTrainer(Trainer):
         if self._tries_rows and mean_loss.is_packed(microbatch, len(samples)):
             self._packed_samples = samples
             raise PlanError(UNTRIED_ROWS)
+        if self._noise is not None:
+            return with_lengths(microbatch, samples, is_packed=mean_loss.is_packed(microbatch, len(samples)))
         return microbatch
 
     def _default_loss(self) -> LossFunction:
@@ -350,7 +384,7 @@ class MegabatchTrainer(Trainer):
         """Wrap the loss in the user's ``compute_loss_context_manager`` and ``_prepare_inputs``, if overridden."""
         prepares = self._rollouts is None and self._overrides("_prepare_inputs", "_prepare_input")
         surrounds = self._overrides("compute_loss_context_manager", "autocast_smart_context_manager")
-        if not prepares and not surrounds:
+        if not prepares and not surrounds and self._noise is None:
             return loss_fn
         if isinstance(loss_fn, JointLoss):
             raise PlanError(
@@ -359,9 +393,11 @@ class MegabatchTrainer(Trainer):
             )
 
         @functools.wraps(loss_fn)
-        def hooked(*given: Any) -> Any:
+        def hooked(model: nn.Module, microbatch: Microbatch, *given: Any) -> Any:
+            if self._noise is not None:
+                microbatch = self._noise.take_lengths(microbatch)
             with self.compute_loss_context_manager():
-                return loss_fn(*given)
+                return loss_fn(model, microbatch, *given)
 
         own: LossHooks = loss_hooks(loss_fn)
 
