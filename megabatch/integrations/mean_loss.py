@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megabatch.batching.padding import find_mixing_causes
 from megabatch.batching.samples import IGNORED_LABEL, Length, Microbatch
 from megabatch.engine import random_state
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
@@ -19,7 +20,7 @@ from megabatch.torch_private import TorchDispatchMode, is_fsdp2, pytree, schema_
 
 Mean = Callable[[Any, Any], Any]  # a scalar tensor, of a model and a microbatch
 Count = Callable[[Any], Any]  # what a microbatch's mean is over
-GIVE = "give loss_fn=, which returns (total, weight)"
+GIVE = "give loss_fn=, which returns (total, weight), or a JointLoss where samples are each other's negatives"
 
 
 def copy_mapping(microbatch: Microbatch) -> Microbatch:
@@ -242,6 +243,12 @@ class LossTrial:
                 f"the gradient of compute_loss is not finite for {len(parts)} samples with {count:g} targets"
             )
         drawn, instead = "", "say in count_targets() what it is a mean over"
+        if cause := next((cause for cause, _ in find_mixing_causes(self.model)), None):
+            raise LossContractError(
+                f"the loss of {len(parts)} samples is no mean over their {count:g} targets: its gradient is off by "
+                f"{error:.2g}, for {cause}, so that padding changes it; set per_device_train_batch_size=1, or give "
+                "samples of one length"
+            )
         if is_drawn:
             drawn, instead = ", as far as its random numbers let it be told", "check_loss=False if it is one"
         raise LossContractError(

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from itertools import chain, islice
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Length, Microbatch
+from megabatch.batching.samples import IGNORED_LABEL, Length, Microbatch
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line, require_version
@@ -25,7 +26,7 @@ from megabatch.integrations.mean_loss import LossTrial, choose_samples, note_gen
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
 from megabatch.integrations.rollouts import Rollouts, makes_rollouts
 from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
-from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks, terms_of, weigh_of
+from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss, loss_hooks, terms_of, weigh_of
 from megabatch.losses.mean import mean
 from megabatch.losses.ready_made import HALF_TYPES
 
@@ -103,6 +104,7 @@ class MegabatchTrainer(Trainer):
         self._rollouts: Rollouts | None = None  # of a trainer that generates
         self._was_stepped = False  # whether training_step below was called
         self._noise: EmbeddingNoise | None = None  # of neftune_noise_alpha
+        self._warned = False  # of an update without a target
         self._has_batches = False  # whether the loader has given any since training began
         self._is_causal = self._shifts_labels()
 
@@ -239,8 +241,19 @@ class MegabatchTrainer(Trainer):
         if not update.finite:
             if isinstance(problem := update.problem(), LossContractError):
                 raise problem
+            self._warn_without_targets(update)
             model.zero_grad()  # so that the optimizer has nothing to step
         return update.loss.to(torch.float32)
+
+    def _warn_without_targets(self, update: Update) -> None:
+        if not self._warned and not update.weight:
+            self._warned = True
+            warnings.warn(
+                f"the {update.num_samples} samples of update {self._num_updates} have no target (all labels are -100, "
+                "perhaps), so that it is not stepped, and its loss is logged as 0; look at what sets the labels. Later "
+                "updates without a target are not reported",
+                stacklevel=2,
+            )
 
     def _run(self, gradient: GradientAccumulator, calls: list[Any]) -> None:
         with self._offloading():
@@ -353,10 +366,52 @@ class MegabatchTrainer(Trainer):
 
     def _default_loss(self) -> LossFunction:
         """Return next-token cross-entropy unless the user replaced it, otherwise the mean of ``compute_loss``."""
-        is_replaced = self._overrides("compute_loss") or self.compute_loss_func or self.label_smoother
-        if self._is_causal and not is_replaced:
+        if not self._trains_next_token:
+            return mean(self._mean, over=self.count_targets)
+        if not self._num_virtual_tokens:
             return losses.next_token
-        return mean(self._mean, over=self.count_targets)
+        hooks = loss_hooks(losses.next_token)
+
+        def prepare(microbatch: Microbatch) -> Microbatch:
+            return cast(Any, hooks.prepare)(self._with_virtual_labels(microbatch))
+
+        return loss(weigh=cast(Any, hooks.weigh), prepare=prepare)(losses.next_token)
+
+    @property
+    def _trains_next_token(self) -> bool:
+        is_replaced = self._overrides("compute_loss") or self.compute_loss_func or self.label_smoother
+        return self._is_causal and not is_replaced
+
+    @property
+    def _num_virtual_tokens(self) -> int:
+        """Positions that PEFT puts in front of the tokens, for which its own loss adds labels of -100."""
+        config: Any = getattr(self.accelerator.unwrap_model(cast(Any, self.model)), "active_peft_config", None)
+        if config is None or not config.is_prompt_learning or config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
+            return 0
+        return int(config.num_virtual_tokens)
+
+    def _with_virtual_labels(self, microbatch: Any) -> Any:
+        """Return a microbatch whose labels begin with one of -100 for each virtual token."""
+        labels = microbatch.get("labels")
+        if not isinstance(labels, Tensor) or self._has_virtual_labels(microbatch):
+            return microbatch
+        return {**microbatch, "labels": nn.functional.pad(labels, (self._num_virtual_tokens, 0), value=IGNORED_LABEL)}
+
+    def _without_virtual_labels(self, microbatch: Any) -> Any:
+        """Return a microbatch whose labels leave out virtual tokens, as the loss of a PeftModel takes them."""
+        if not isinstance(microbatch, Mapping) or not self._has_virtual_labels(microbatch):
+            return microbatch
+        return {**microbatch, "labels": cast(Any, microbatch)["labels"][:, self._num_virtual_tokens :]}
+
+    def _has_virtual_labels(self, microbatch: Any) -> bool:
+        labels, ids = microbatch.get("labels"), microbatch.get("input_ids")
+        if not self._num_virtual_tokens or not isinstance(labels, Tensor) or not isinstance(ids, Tensor):
+            return False
+        return labels.ndim == 2 and labels.shape[1] == ids.shape[1] + self._num_virtual_tokens
+
+    def prediction_step(self, model: Any, inputs: Any, *positional: Any, **named: Any) -> Any:
+        """Evaluate as Trainer does; labels may begin with those of virtual tokens."""
+        return super().prediction_step(model, self._without_virtual_labels(inputs), *positional, **named)
 
     def _mean(self, model: nn.Module, microbatch: Microbatch) -> Any:
         """Return the mean loss; a dummy microbatch leaves no metrics behind."""
@@ -487,8 +542,8 @@ class MegabatchTrainer(Trainer):
             size = 2  # the size that fits is unknown, or known only in train mode
 
         tried = self._make_trial(model, samples, collate, size)
-        if self._default_loss() is losses.next_token:
-            prepare = cast(Any, losses.next_token).prepare
+        if self._trains_next_token:
+            prepare = cast(Any, self._default_loss()).prepare
             tried.check_same(lambda model, microbatch: losses.next_token(model, prepare(microbatch))[0])
         else:
             tried.check_mean()
@@ -501,12 +556,15 @@ class MegabatchTrainer(Trainer):
 
         def mean(model: nn.Module, microbatch: Microbatch) -> Any:
             with self.compute_loss_context_manager():
-                return self._compute_mean(model, microbatch)
+                return self._compute_mean(model, self._without_virtual_labels(microbatch))
+
+        def count_next_tokens(microbatch: Any) -> Tensor:
+            return losses.count_targets(self._with_virtual_labels(microbatch))
 
         return LossTrial(
             model, samples, collate, partial(Trainer._prepare_inputs, self) if self._rollouts else self._prepare_inputs,
             mean,
-            losses.count_targets if self._default_loss() is losses.next_token else self.count_targets,
+            count_next_tokens if self._trains_next_token else self.count_targets,
             size=size, one_row=size == 1 and self._max_microbatch_tokens is None, tolerance=rounding,
         )  # fmt: skip
 
