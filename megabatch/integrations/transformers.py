@@ -245,6 +245,10 @@ class MegabatchTrainer(Trainer):
             model.zero_grad()  # so that the optimizer has nothing to step
         return update.loss.to(torch.float32)
 
+    def _loss_of(self, _: Any) -> LossFunction | JointLoss:
+        """Return the loss of a call's samples, with the trainer's hooks."""
+        return cast(LossFunction, self._loss_fn)
+
     def _warn_without_targets(self, update: Update) -> None:
         if not self._warned and not update.weight:
             self._warned = True
@@ -258,7 +262,7 @@ class MegabatchTrainer(Trainer):
     def _run(self, gradient: GradientAccumulator, calls: list[Any]) -> None:
         with self._offloading():
             for batch in calls:
-                gradient.forward_backward(batch, cast(LossFunction, self._loss_fn))
+                gradient.forward_backward(batch, self._loss_of(batch))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate the operations of a batch, without padding. Trainer calls this after each training_step."""
