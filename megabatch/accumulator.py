@@ -20,6 +20,7 @@ from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import (
     CallAgreement,
+    GraphOnDemand,
     MicrobatchPlanner,
     MicrobatchStep,
     PreparedBatch,
@@ -430,7 +431,8 @@ class GradientAccumulator:
         Args:
             batch: This rank's samples. A rank may have none.
             fn: ``fn(model, microbatch)`` returns a tensor [B, ...] with samples in dim 0, or a tuple or mapping of
-                such tensors. It runs under ``torch.no_grad()``.
+                such tensors. It runs under ``torch.no_grad()``, and a second time with gradients if it takes
+                derivatives itself.
             plan: The cut of an earlier call with samples of the same lengths, ``last_plan``. None makes one.
             trim: Cut off padding. Outputs are then [B], [B, T, ...] with a column for each of the T padded tokens, or
                 [B, T - 1, ...] with one for each next token. A sample of n tokens keeps n or n - 1 columns. Give False
@@ -452,13 +454,15 @@ class GradientAccumulator:
         hooks = LossHooks(None, loss_hooks(fn).prepare)
         planner = self._planner if self._shapes is None else self._shapes.planner_of(self._planner, None)
         with self._guarded(), self._open_forwards("forward", batch, hooks, plan, planner) as (prepared, steps):
-            outputs = [(step.is_dummy, fn(self.model, step.microbatch)) for step in steps]
+            forwards = GraphOnDemand(self._wrapper)
+            outputs = [(step.is_dummy, forwards.run(fn, self.model, step.microbatch)) for step in steps]
         return split_outputs([output for is_dummy, output in outputs if not is_dummy], prepared.plan, trim=trim)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction) -> dict[str, Tensor]:
         """Return the quotient of each term of a loss over the samples of all ranks: sum of totals over sum of weights.
 
         Like `forward`, this runs no backward and leaves an open update as it is. Modules keep their mode. Collective.
+        A loss that takes derivatives, such as forces, gets a graph, which is freed with its microbatch.
 
         Args:
             batch: This rank's samples. A rank may have none.
@@ -479,8 +483,9 @@ class GradientAccumulator:
         planner = self._planner if self._shapes is None else self._shapes.planner_of(self._planner, loss_fn)
         with self._guarded():
             with self._open_forwards("evaluate", batch, loss_hooks(loss_fn), None, planner) as (_, steps):
+                forwards = GraphOnDemand(self._wrapper)
                 for step in steps:
-                    sums.add(terms_of(loss_fn(self.model, step.microbatch)), step)
+                    sums.add(terms_of(forwards.run(loss_fn, self.model, step.microbatch)), step)
             update, _ = sums.close(None, None)
         if (problem := update.problem()) is not None:
             raise problem

@@ -65,7 +65,7 @@ def keep_encoding(encoded: Any, random: RandomState) -> Encoded:
 
 def report_encoding(ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut) -> list[EncodingReport]:
     """Return the reports of all ranks, in the order of `DataRanks`. Raise a fault of one rank on all."""
-    fault = _fault(encodings, cut)
+    fault = describe_fault(encodings, cut)
     kind = "" if fault else encodings[0].kind
     told: list[EncodingReport] = ranks.exchange_objects(EncodingReport(_world_rank(), sum(map(len, cut)), kind, fault))
     for number, each in enumerate(told):
@@ -80,7 +80,7 @@ def report_encoding(ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut) ->
     return told
 
 
-def _fault(encodings: Sequence[Encoded], cut: Cut) -> str | None:
+def describe_fault(encodings: Sequence[Encoded], cut: Cut) -> str | None:
     """Return a description of the fault in a rank's representations, or None."""
     for index, (encoded, rows) in enumerate(zip(encodings, cut, strict=True)):
         if not encoded.leaves:

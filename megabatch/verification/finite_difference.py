@@ -34,8 +34,11 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
     for line in (_Outputs(models, generator), _Parameters(models, generator)):
         tape = _Tape()
         with line.moved(), torch.enable_grad():
-            with tape:
-                base = loss()
+            try:
+                with tape:
+                    base = loss()
+            except Exception:  # transforms of torch.func refuse a change of what they differentiate
+                continue
             if not line.leaves:  # the loss calls only parts of the models
                 continue
             if any(isinstance(each, DTensor) for each in line.leaves):

@@ -201,12 +201,7 @@ class GradientComparison:
 
     def compute_loss(self) -> tuple[Tensor, dict[str, Term]]:
         """Return the loss of the update, and its sums."""
-        divisors: Counter[str] = Counter()
-        for microbatch in self.microbatches() if self.takes_divisor else ():
-            divisors.update(self._count_weights(microbatch))
-        sums: dict[str, Term] = {}
-        for microbatch in self.microbatches():
-            add_terms(sums, self.compute_terms(microbatch, divisors))
+        sums = self.compute_sums()
         parts: list[Tensor] = []
         found: dict[str, Term] = {}
         for name in differentiable(sums):
@@ -219,6 +214,20 @@ class GradientComparison:
                 )
             parts.append(total / max(weight, 1e-300))
         return torch.stack(parts).sum() if parts else torch.zeros(()), found
+
+    def compute_sums(self) -> dict[str, Term]:
+        """Return the terms of the whole batch."""
+        divisors: Counter[str] = Counter()
+        for microbatch in self.microbatches() if self.takes_divisor else ():
+            divisors.update(self._count_weights(microbatch))
+        sums: dict[str, Term] = {}
+        for microbatch in self.microbatches():
+            add_terms(sums, self.compute_terms(microbatch, divisors))
+        return sums
+
+    def run_microbatch(self, microbatch: Microbatch) -> Any:
+        """Run what the accumulator runs on each microbatch by itself."""
+        return self.compute_terms(microbatch)
 
     def compute_terms(self, microbatch: Microbatch, divisors: Mapping[str, float] | None = None) -> dict[str, Term]:
         """Return the terms of a microbatch, from the copy without a wrapper; divided totals become sums again."""
@@ -299,10 +308,10 @@ class GradientComparison:
         failure = None
         if self.ranks.num_all == 1:
             return
-        with self._restoring_buffers(), torch.no_grad():
+        with self._restoring_buffers():
             try:
                 for microbatch in self._split(gradient):
-                    self.compute_terms(microbatch)
+                    self.run_microbatch(microbatch)
             except CauseError:  # the accumulator raises it on all ranks
                 pass
             except Exception as error:  # the user's model may raise anything
@@ -313,7 +322,7 @@ class GradientComparison:
 
     def _describe_failure(self, gradient: GradientAccumulator, error: Exception) -> str:
         """Describe why the batch runs whole and not in microbatches."""
-        name = find_failing_module(self.root, self.compute_terms, list(self._split(gradient)))
+        name = find_failing_module(self.root, self.run_microbatch, list(self._split(gradient)))
         where = "the loss" if name is None else f"module {name!r} ({self._kind(name)})"
         return f"{where} runs on the batch whole and fails on a microbatch of it: {in_one_line(error)}"
 

@@ -13,7 +13,7 @@ from megabatch.losses.contract import differentiable, terms_of
 from megabatch.torch_private import pytree
 
 TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a matrix product
-Run = Callable[[Any], Any]  # computes the loss of a microbatch with the model
+Run = Callable[[Any], Any]  # computes the loss of a microbatch, or its representations, with the model
 
 
 def find_mixing_module(model: nn.Module, run: Run, batch: dict[str, Any], num_rows: int) -> str | None:
@@ -65,17 +65,20 @@ def find_failing_module(model: nn.Module, run: Run, microbatches: list[Any]) -> 
     return None
 
 
-def explain_padding(run: Run, alone: Mapping[str, Any], padded: Mapping[str, Any], pad_token: int | None) -> str:
-    """Explain why a sample has another loss with padding; return "" if the loss is the same.
+def explain_padding(
+    run: Run, result: str, alone: Mapping[str, Any], padded: Mapping[str, Any], pad_token: int | None
+) -> str:
+    """Explain why a sample has another result with padding; return "" if the result is the same.
 
     Args:
-        run: Computes the loss.
+        run: Computes the result.
+        result: The word for it: "loss" or "representation".
         alone: A microbatch of one sample.
         padded: The same sample, padded to the length of a longer one.
         pad_token: The pad token of the model's config.
     """
-    one, other = (terms_of(run(dict(each))) for each in (alone, padded))
-    if all(_near(a, b) for name in one for a, b in zip(one[name], other.get(name, one[name]), strict=True)):
+    one, other = (pytree.tree_leaves(run(dict(microbatch))) for microbatch in (alone, padded))
+    if all(map(_near, one, other)):
         return ""
     grown = {
         name: value
@@ -95,7 +98,7 @@ def explain_padding(run: Run, alone: Mapping[str, Any], padded: Mapping[str, Any
         hints.append("the microbatch has no 'attention_mask', and the model looks at padding: give one")
     change = "; ".join(hints) or "leave padding out of the loss, or pad with what it ignores (collate=)"
     return (
-        f"padding changes the loss of a sample: one of length {lengths[0]} has another when it is padded to "
+        f"padding changes the {result} of a sample: one of length {lengths[0]} has another when it is padded to "
         f"{lengths[1]} ({found}); {change}"
     )
 
@@ -105,7 +108,11 @@ def _filling(padded: Tensor) -> float | int:
 
 
 def _near(one: Any, other: Any) -> bool:
-    return abs(float(one) - float(other)) <= 1e-9 * max(abs(float(one)), abs(float(other)))
+    """Return true for numbers or tensors that differ by rounding, and for tensors that cannot be compared."""
+    first, second = (torch.as_tensor(value).detach().double() for value in (one, other))
+    if first.shape != second.shape:
+        return True
+    return float((first - second).norm()) <= 1e-9 * max(float(first.norm()), float(second.norm()))
 
 
 def find_router_terms(model: nn.Module, run: Run, microbatch: Any) -> set[str]:
@@ -146,7 +153,8 @@ def _record_outputs(model: nn.Module, run: Run, microbatch: Any) -> dict[str, Te
         return hook
 
     handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
-    with _removing(handles), torch.no_grad():
+    # The graph is kept until the run ends: a loss may take derivatives.
+    with _removing(handles):
         run(microbatch)
     return outputs
 

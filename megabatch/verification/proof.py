@@ -20,12 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.padding import with_config
-from megabatch.batching.samples import IGNORED_LABEL, Batch
+from megabatch.batching.samples import IGNORED_LABEL, Batch, Microbatch
+from megabatch.batching.tree import clone
 from megabatch.engine import random_state
-from megabatch.errors import PlanError
-from megabatch.losses.contract import REFUSES_MEANS, JointLoss, LossFunction, Term
+from megabatch.engine.coupled_loss import Encoded, describe_fault
+from megabatch.errors import LossContractError
+from megabatch.losses.contract import REFUSES_MEANS, JointLoss, LossFunction, Term, terms_of
 from megabatch.planning.plan import check_limits
-from megabatch.torch_private import hooks_after_grad, hooks_before_grad, param_groups
+from megabatch.torch_private import hooks_after_grad, hooks_before_grad, param_groups, pytree
 from megabatch.verification.finite_difference import check_backward
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from megabatch.verification.gradient_comparison import (
@@ -70,7 +72,7 @@ class Verification:
 
 def verify(
     model: Models,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | JointLoss,
     batch: Batch,
     *,
     micro_batch_size: int = 1,
@@ -83,6 +85,9 @@ def verify(
     training mode with dropout off. It runs one sample at a time, ``micro_batch_size`` samples, 2 or 3 samples and the
     batch whole, and every ``sync`` that the wrapper supports. Casts to a lower precision are undone; policies and
     dtypes that only change precision are left out. Your model, its gradients and torch's generators stay unchanged.
+
+    A `JointLoss` sees all representations under every cut. `verify` finds out if the representations themselves depend
+    on the cut, by batch norm or by padding without a mask, and if their gradient does.
 
     Args:
         model: As for `GradientAccumulator`. With several ranks all of them call `verify`.
@@ -97,24 +102,21 @@ def verify(
         of the loss, and there was something to compare. A refusal by the accumulator is a cause.
 
     Raises:
-        PlanError: For a `JointLoss`, a `Pipeline`, a model of FSDP1, a cp axis or fewer than two samples.
+        PlanError: For a `Pipeline`, a model of FSDP1, a cp axis or fewer than two samples.
         LossContractError: For a loss that returns no terms.
     """
-    if isinstance(loss_fn, JointLoss):
-        raise PlanError(
-            "verify was given a JointLoss, which sees all samples at once however they are cut; compare it with the "
-            "loss of all representations yourself"
-        )
     tokens = options.pop("max_microbatch_tokens", None)
     tokens = tokens if tokens is None or isinstance(tokens, int) else getattr(tokens, "max_microbatch_tokens", None)
     first: Limit = {"micro_batch_size": micro_batch_size} if tokens is None else {"max_microbatch_tokens": tokens}
     check_limits(first.get("micro_batch_size"), first.get("max_microbatch_tokens"))
     models = [model] if isinstance(model, nn.Module) else list(model)
-    with _restoring(models), torch.compiler.set_stance("force_eager"):
+    # Losses that take derivatives need a graph in every run.
+    with _restoring(models), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         try:
             with catch_causes():  # it may refuse the user's model but not the copy
                 gradient = GradientAccumulator(model, **first, **options)
-            proof = _Proof(model, loss_fn, batch, first, options, gradient)
+            kind = _JointProof if isinstance(loss_fn, JointLoss) else _Proof
+            proof = kind(model, cast(Any, loss_fn), batch, first, options, gradient)
             with Float64WithoutDropout(), contextlib.closing(proof):
                 return proof.compare(tolerance)
         except CauseError as cause:
@@ -152,6 +154,13 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
 class _Proof(GradientComparison):
     """The verdict of a comparison, and the search for causes."""
 
+    result = "loss"  # the word for what a microbatch gives
+    unexplained = (
+        "the gradients differ, and neither the modules nor the sums of the loss show why; perhaps the loss itself "
+        "couples the samples of a microbatch by a number that it detaches, such as a mean, a maximum or a ratio of "
+        "gradients"
+    )
+
     def compare(self, tolerance: float) -> Verification:
         """Run all comparisons; return the same result on every rank."""
         whole, unfit = None, []
@@ -179,7 +188,7 @@ class _Proof(GradientComparison):
         found = [(False, each) for each in self.find_causes(whole, runs, wrong=wrong, refused=bool(refused))]
         causes = [each for _, each in sorted([*refused, *found], key=lambda pair: pair[0])]
         if wrong and not causes:
-            causes = ["the gradients differ, and neither the modules nor the sums of the loss show why"]
+            causes = [self.unexplained]
         causes = _unique(self.ranks.exchange_objects(causes))
         worst = largest_error(dict(enumerate(self.ranks.exchange_objects(worst))))
         return Verification(not causes, worst, errors, tuple(causes))
@@ -222,7 +231,7 @@ class _Proof(GradientComparison):
         if not isinstance(self.everything, Mapping):
             return None
         rows = dict(cast(Mapping[str, Any], self.everything))
-        name = find_mixing_module(self.root, self.compute_terms, rows, len(self._samples(self.shares[0])))
+        name = find_mixing_module(self.root, self.run_microbatch, rows, len(self._samples(self.shares[0])))
         if name is None:
             return None
         return (
@@ -239,8 +248,8 @@ class _Proof(GradientComparison):
             return None
         padded = {name: each[:1] if isinstance(each, Tensor) else each for name, each in both.items()}
         config = getattr(with_config(self._models[0]), "config", None)
-        with torch.no_grad():
-            return explain_padding(self.compute_terms, alone, padded, getattr(config, "pad_token_id", None)) or None
+        pad_token = getattr(config, "pad_token_id", None)
+        return explain_padding(self.run_microbatch, self.result, alone, padded, pad_token) or None
 
     def _find_shared_memory(self) -> str | None:
         self.run_whole()
@@ -290,8 +299,7 @@ class _Proof(GradientComparison):
         with_first["labels"][:, 0] = labels.clamp(min=0)[:, 0]
         without["labels"][:, 0] = IGNORED_LABEL
         try:
-            with torch.no_grad():
-                counted, ignored = (self.compute_terms(each) for each in (with_first, without))
+            counted, ignored = (self.compute_terms(each) for each in (with_first, without))
         except Exception:  # a user's loss need not support ignored labels
             return
         for name in counted:
@@ -331,12 +339,61 @@ class _Proof(GradientComparison):
         microbatch = self._take(batch, range(len(batch)))
         if not isinstance(microbatch, Mapping) or "labels" not in microbatch:
             return None
-        with self._restoring_buffers(), torch.no_grad():
+        with self._restoring_buffers():
             try:
                 own = getattr(model(**microbatch), "loss", None)
             except Exception:  # verify does not check this loss
                 return None
-        return float(own) if isinstance(own, Tensor) and own.numel() == 1 else None
+        return float(own.detach()) if isinstance(own, Tensor) and own.numel() == 1 else None
+
+
+class _JointProof(_Proof):
+    """The same for a `JointLoss`: what a microbatch gives are the representations of its samples."""
+
+    result = "representation"
+    unexplained = "the gradients differ, and neither the modules nor the representations show why"
+
+    def run_microbatch(self, microbatch: Microbatch) -> Any:
+        with catch_causes():
+            return self._joint.encode(self.given, clone(microbatch))
+
+    def compute_sums(self) -> dict[str, Term]:
+        encoded: list[Any] = []
+        for share, microbatch in zip(self.shares, self.microbatches(), strict=True):
+            encoded.append(self.run_microbatch(microbatch))
+            encoding = Encoded(*pytree.tree_flatten(encoded[-1]), self._drawn)
+            fault = describe_fault([encoding], [range(len(self._samples(share)))])
+            if fault is not None:
+                raise LossContractError(fault)
+        representations = pytree.tree_map(lambda *rows: torch.cat(rows), *encoded)
+        if isinstance(representations, tuple):
+            return terms_of(self._joint.loss(*representations))
+        return terms_of(self._joint.loss(representations))
+
+    @property
+    def _joint(self) -> JointLoss:
+        return cast(JointLoss, self.loss_fn)
+
+    def _find_different_sums(self, whole: UpdateRun, cut: UpdateRun) -> Iterator[str]:
+        """Find a sample with another representation alone than in the whole batch."""
+        samples = self._samples(self.shares[0])
+        together = pytree.tree_leaves(self.run_microbatch(self.everything))
+        for row in range(len(samples)):
+            alone = pytree.tree_leaves(self.run_microbatch(self._take(samples, [row])))
+            for rows, representation in zip(together, alone, strict=True):
+                one, other = rows[row].detach().double(), representation[0].detach().double()
+                if one.shape == other.shape and float((one - other).norm()) > 1e-9 * float(one.norm()):
+                    yield (
+                        f"encode gives sample {row} another representation alone than beside the other samples, so "
+                        "cutting must change the answer; let it treat each sample by itself"
+                    )
+                    return
+
+    def _find_unused_targets(self) -> Iterator[str]:
+        yield from ()
+
+    def _find_other_loss(self, whole: UpdateRun) -> Iterator[str]:
+        yield from ()
 
 
 def _has_rows(microbatch: Any, number: int) -> bool:

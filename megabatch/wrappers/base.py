@@ -176,6 +176,10 @@ class Wrapper:
         """
         yield
 
+    def without_reduction(self) -> contextlib.AbstractContextManager[None]:
+        """Surround a forward with a graph that no backward follows."""
+        return contextlib.nullcontext()
+
     def hold_reduction(self, policy: str) -> None:
         """Reduce the open update once in `finish_update`, however many calls it has. `discard` takes this back.
 

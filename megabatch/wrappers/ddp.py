@@ -113,6 +113,9 @@ class DDPWrapper(Wrapper):
         if last:
             self._check_reduced()
 
+    def without_reduction(self) -> contextlib.AbstractContextManager[None]:
+        return self.ddp.no_sync()  # else DDP waits for the gradients of the forward
+
     def _check_reduced(self) -> None:
         """Raise `MegabatchError`, after the last backward of a call, if DDP did not reduce every gradient."""
         if not self._went_through_ddp:

@@ -89,6 +89,13 @@ class MultiModelWrapper(Wrapper):
                 stack.enter_context(noting_launches(self._ddps, self.note_collective))
             yield
 
+    @contextlib.contextmanager
+    def without_reduction(self) -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            for wrapper in self.wrappers:
+                stack.enter_context(wrapper.without_reduction())
+            yield
+
     def hold_reduction(self, policy: str) -> None:
         for wrapper in self.wrappers:
             wrapper.hold_reduction(policy)

@@ -52,10 +52,20 @@ def means(model: Wrapped, microbatch: Any) -> tuple[Tensor, Tensor]:
     return total / weight.clamp(min=1), weight
 
 
+def derivatives(model: Wrapped, microbatch: Any) -> tuple[Tensor, Tensor]:
+    """The squared slopes of the targets' cross-entropies along the logits."""
+    logits = models.called(model)(microbatch["input_ids"]).logits[:, :-1]  # [B, T - 1, V]
+    labels = microbatch["labels"][:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    (slope,) = torch.autograd.grad(total, logits, create_graph=True)
+    return slope.square().sum(), (labels != -100).sum()
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
     "weighed": counted_from_data(weigh=losses.count_targets)(lambda *given: sums(*given)),
     "late": sums,
     "means": means,
+    "derivatives": derivatives,
 }
 
 

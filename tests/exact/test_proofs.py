@@ -14,6 +14,7 @@ WRAPPED = {
 @pytest.mark.parametrize("world", [2, 3])
 def test_on_ranks(world, tmp_path):
     exact = [f"{wrapper}:weighed" for wrapper in WRAPPED[world]] + [f"{each}:late" for each in ("ddp", "fsdp2")]
+    exact += ["plain:derivatives"]
     wrong = [f"{wrapper}:means" for wrapper in ("plain", "ddp", "fsdp2")]
     planted = [f"{wrapper}:{fault}" for wrapper, faults in FAULTS.items() for fault in faults]
     found = launch(world, "tests.exact.proofs:job", [*exact, *wrong, *planted], tmp_path)
