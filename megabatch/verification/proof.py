@@ -24,7 +24,7 @@ from megabatch.batching.samples import IGNORED_LABEL, Batch, Microbatch
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
 from megabatch.engine.coupled_loss import Encoded, describe_fault
-from megabatch.errors import LossContractError
+from megabatch.errors import LossContractError, in_one_line
 from megabatch.losses.contract import REFUSES_MEANS, JointLoss, LossFunction, Term, terms_of
 from megabatch.planning.plan import check_limits
 from megabatch.torch_private import hooks_after_grad, hooks_before_grad, param_groups, pytree
@@ -379,7 +379,11 @@ class _JointProof(_Proof):
         samples = self._samples(self.shares[0])
         together = pytree.tree_leaves(self.run_microbatch(self.everything))
         for row in range(len(samples)):
-            alone = pytree.tree_leaves(self.run_microbatch(self._take(samples, [row])))
+            try:
+                alone = pytree.tree_leaves(self.run_microbatch(self._take(samples, [row])))
+            except Exception as error:  # for example a batch norm of one value
+                yield f"encode runs on the batch whole and fails on sample {row} alone: {in_one_line(error)}"
+                return
             for rows, representation in zip(together, alone, strict=True):
                 one, other = rows[row].detach().double(), representation[0].detach().double()
                 if one.shape == other.shape and float((one - other).norm()) > 1e-9 * float(one.norm()):

@@ -1,6 +1,5 @@
 """verify on several ranks: of models as they are wrapped, of wrong losses, and of faults planted in the library."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -10,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megabatch import JointLoss, losses, verify
 from megabatch import loss as counted_from_data
-from megabatch import losses, verify
 from tests.exact import models
 from tests.exact.wrappers import WRAPPERS, Wrapped, full, mesh_of, wrap
 
@@ -61,11 +60,28 @@ def derivatives(model: Wrapped, microbatch: Any) -> tuple[Tensor, Tensor]:
     return slope.square().sum(), (labels != -100).sum()
 
 
-LOSSES: dict[str, Callable[..., Any]] = {
+def representations(model: Wrapped, microbatch: Any) -> Tensor:
+    """The sum of each sample's logits over its tokens."""
+    logits = models.called(model)(microbatch["input_ids"]).logits  # [B, T, V]
+    return (logits * (microbatch["labels"] != -100)[..., None]).sum(1)
+
+
+def centred(model: Wrapped, microbatch: Any) -> Tensor:
+    rows = representations(model, microbatch)
+    return rows - rows.mean(0)
+
+
+def contrast(rows: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)).flip(0), reduction="sum"), len(rows)
+
+
+LOSSES: dict[str, Any] = {
     "weighed": counted_from_data(weigh=losses.count_targets)(lambda *given: sums(*given)),
     "late": sums,
     "means": means,
     "derivatives": derivatives,
+    "joint": JointLoss(representations, contrast),
+    "joint, centred": JointLoss(centred, contrast),
 }
 
 

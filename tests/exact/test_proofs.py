@@ -14,10 +14,11 @@ WRAPPED = {
 @pytest.mark.parametrize("world", [2, 3])
 def test_on_ranks(world, tmp_path):
     exact = [f"{wrapper}:weighed" for wrapper in WRAPPED[world]] + [f"{each}:late" for each in ("ddp", "fsdp2")]
-    exact += ["plain:derivatives"]
+    exact += ["plain:derivatives", "plain:joint", "ddp:joint", "fsdp2:joint"]
     wrong = [f"{wrapper}:means" for wrapper in ("plain", "ddp", "fsdp2")]
+    coupled = ["plain:joint, centred", "fsdp2:joint, centred"]
     planted = [f"{wrapper}:{fault}" for wrapper, faults in FAULTS.items() for fault in faults]
-    found = launch(world, "tests.exact.proofs:job", [*exact, *wrong, *planted], tmp_path)
+    found = launch(world, "tests.exact.proofs:job", [*exact, *wrong, *coupled, *planted], tmp_path)
     for name, ranks in found.items():
         first, *others = values(ranks)
         assert all(each == first for each in others), name
@@ -26,6 +27,8 @@ def test_on_ranks(world, tmp_path):
         assert not first["ok"] or first["worst"] < 1e-12, (name, first)
         if name in wrong:
             assert "the total of 'loss' is no sum" in first["causes"][0]
+        if name in coupled:
+            assert first["causes"][0].startswith("encode gives sample 0 another representation alone")
 
 
 def test_a_verified_model_trains_as_any_other(tmp_path):
