@@ -601,7 +601,7 @@ class GraphOnDemand:
     @contextlib.contextmanager
     def _keeping_gradients(self) -> Generator[None]:
         """Put the gradients of an open update aside."""
-        parameters = self._wrapper.parameters
+        parameters = self._wrapper.accumulating
         gradients = [parameter.grad for parameter in parameters]
         drop_gradients(parameters)
         try:

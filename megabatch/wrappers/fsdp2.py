@@ -132,6 +132,17 @@ class FSDP2Wrapper(Wrapper):
             if kept and ends_call:  # a module that this microbatch has not used is gathered still
                 self.reshard()
 
+    @contextlib.contextmanager
+    def without_reduction(self) -> Generator[None]:
+        is_holding = holds_fsdp_gradients(self._groups)
+        self._set(reduce=False, all_reduce=False, last=False)
+        try:
+            yield
+        finally:
+            self._set(reduce=True, all_reduce=True, last=True)
+            if not is_holding:
+                drop_fsdp_gradients(self._modules)
+
     def _gathered_once(self, policy: str) -> Sequence[Any]:
         """Return the groups of parameters that stay gathered during a call: the root's and those after it."""
         return self._groups[: num_gathered_once(policy)]
