@@ -103,6 +103,26 @@ def test_the_balance_by_sequence_is_exact() -> None:
     assert verify(Routed(), ran("docs/experts.md")["loss_fn"], given()["batch"]).ok
 
 
+OTHER_LOSSES = {  # loss → model, samples and options, by their names on the page or as they are made there
+    "classes": lambda names: (names["network"](4, 8, 3), names["batch"], {}),
+    "critic_loss": lambda names: (names["network"](4, 8, 1), names["batch"] | {"noise": torch.randn(12, 2)}, {}),
+    "force_field": lambda names: (names["network"](3, 8, 1), names["molecules"], names["options"]),
+    "denoised": lambda names: (torch.nn.Conv2d(2, 2, 3, padding=1), names["buckets"][0], {}),
+    "detection": lambda names: (
+        names["network"](4, 16, 48), names["images"], {"collate": list, "length": lambda image: 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_other_losses_are_exact(name: str) -> None:
+    names = ran("docs/other-losses.md")
+    model, samples, options = OTHER_LOSSES[name](names)
+    verification = verify(model, names[name], samples, **options)
+    assert verification.ok, str(verification)
+
+
 @pytest.mark.usefixtures("group")
 def test_before_and_after_are_the_same_loop() -> None:
     """The open loop of the page gives what forward_backward gives."""
