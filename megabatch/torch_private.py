@@ -7,6 +7,7 @@ imported, and `check_feature` where a feature is used: they name what another ve
 import importlib
 import operator
 import sys
+import types
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -187,6 +188,29 @@ def hooks_before_grad(parameter: Any) -> list[Callable[..., Any]]:
 def hooks_after_grad(parameter: Any) -> list[Callable[..., Any]]:
     """``Tensor._post_accumulate_grad_hooks``: hooks that run when a gradient was added."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+# Where torch defines the hooks that its wrappers and its memory tracker put on parameters, and megabatch's own. torch's
+# other functions are no hooks of torch: a user may register any of them.
+HOMES_OF_HOOKS = (
+    "megabatch.engine.", "megabatch.simulate.", "megabatch.wrappers.", "torch.distributed._composable.",
+    "torch.distributed._tools.", "torch.distributed.fsdp.", "torch.nn.parallel.distributed.",
+)  # fmt: skip
+
+
+def home_of_hook(hook: Any) -> str:
+    """Return the module in which a hook's code is defined; "" for an object that is called, and for code in C."""
+    while True:
+        if isinstance(hook, partial):
+            hook = hook.func
+        elif isinstance(hook, types.MethodType):
+            hook = hook.__func__
+        elif not isinstance(hook, types.FunctionType):
+            return ""
+        elif hook.__globals__.get("__name__") == "torch.utils._contextlib" and hasattr(hook, "__wrapped__"):
+            hook = hook.__wrapped__  # torch.no_grad() as a decorator
+        else:
+            return str(hook.__globals__.get("__name__"))
 
 
 def optimizers_in_backward(parameter: Any) -> list[Any]:

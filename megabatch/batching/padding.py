@@ -13,9 +13,10 @@ microbatch with padding is refused for them.
 
 import contextlib
 import inspect
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,12 @@ from megabatch.batching.samples import (
     SHAPE,
     Microbatch,
     gather_columns,
+    is_label,
     stack_padded,
     without_labels,
 )
 from megabatch.errors import LossContractError, PlanError
-from megabatch.torch_private import is_fake, original_of
+from megabatch.torch_private import is_compiled, is_fake, original_of
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
@@ -38,6 +40,9 @@ POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")  # k
 # Keys in transformers' configs of models that send tokens to experts, which may count them by the mask.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
+DECODER = "decoder_"  # of inputs of a decoder, whose tokens see no padding on their right
+MASKS = re.compile(r"(^|_)(mask|masks|position_ids|token_type_ids)(_|$)")  # keys that are no input by themselves
+Form = tuple[int, int, bool]
 UNMASKED = "convolves over padding"
 POOLED = "pools frames by the padded length"
 MIXES_PADDING = {  # model types and classes of transformers, found by trying all families (tests/exact/padded.py)
@@ -94,8 +99,8 @@ class Padding:
         self._fills = dict(fills or {})
         self._called = list(models)
         self._models = [inner for model in self._called if hasattr(inner := with_config(model), "config")]
-        self._masks = WeakTensorKeyDictionary()  # those of padded microbatches
-        self._expected: tuple[int, ...] | None = None  # shape of the mask that the running microbatch needs
+        self._padded = WeakTensorKeyDictionary()  # tensors of a microbatch that a model may not read without a mask
+        self._running: RunningMicrobatch | None = None  # None while no microbatch with padding runs
 
     def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
         """Return the samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`.
@@ -116,17 +121,21 @@ class Padding:
         made: dict[str, Tensor] = {}
         for name, values in columns.items():
             fill = self._fills.get(name)
-            if name in ragged and (name == IDS or name.endswith(f"_{IDS}")):
+            if name in ragged and _holds_tokens(name):
                 if self._looks_for_pads:
                     self._check_fill(name, fill)
                 fill = self._pad_token if fill is None else fill
+                fill = 0 if fill is None else fill
             made[name] = stack_padded(name, values, fill, length)
         main = next((name for name in self._main_inputs if name in made), None)
         if self._mixing and ragged:
             inputs = {name: value for name, value in made.items() if name == main or self._is_read(name, main)}
             self._refuse_padding({name: value for name, value in inputs.items() if name in ragged})
-        if main is not None and self.takes_mask and (main in ragged or not self._is_causal):
-            self._add_mask(made, main, columns[main])
+        if self.takes_mask:
+            for name in list(self._masked_inputs(made, main)):
+                if name in ragged or not self._is_causal:
+                    self._add_mask(made, name, columns[name])
+            self._note_padded(made, ragged)
         self.check(made)
         return made
 
@@ -160,39 +169,65 @@ class Padding:
                 f"config.pad_token_id={self._pad_token}; leave it out of padding="
             )
 
-    def _add_mask(self, made: dict[str, Tensor], main: str, values: list[Tensor]) -> None:
+    def _masked_inputs(self, made: Mapping[str, Tensor], main: str | None) -> Iterator[str]:
+        """Yield the keys that get a mask: the main input, and tokens under other names."""
+        if main is not None:
+            yield main
+        for name, value in made.items():
+            is_other = name != main and value.ndim == 2 and _holds_tokens(name) and not name.startswith(DECODER)
+            if is_other and self._hands_on(_mask_name(name)):
+                yield name
+
+    def _add_mask(self, made: dict[str, Tensor], name: str, values: list[Tensor]) -> None:
         """Add a mask of ones for tokens; to every microbatch of a model that is not causal, so losses have one."""
-        if made[main].ndim > 1 and not (POSITIONS in made and self._is_causal):
-            mask = made.setdefault(MASK, _mask(values, made[main]))
-            if {len(each) for each in values} != {made[main].shape[1]}:
-                self._masks[mask] = True
+        if made[name].ndim > 1 and not (POSITIONS in made and self._is_causal) and self._hands_on(_mask_name(name)):
+            made.setdefault(_mask_name(name), _mask(values, made[name]))
+
+    def _hands_on(self, mask_name: str) -> bool:
+        """Return True if a mask under this name may be among the arguments that a loss gives to the model."""
+        return all(_is_in_transformers(each) or _accepts(each, mask_name) for each in self._called)
+
+    def _note_padded(self, made: Mapping[str, Tensor], ragged: Iterable[str]) -> None:
+        """Note the padded tensors that a model may take for its main input."""
+        if POSITIONS in made and self._is_causal:
+            return
+        for name in ragged:
+            value = made[name]
+            if name.startswith(DECODER) or MASKS.search(name) is not None:
+                continue
+            num_dims = 3 if value.is_floating_point() else 2  # embeddings, or tokens
+            may_be_input = num_dims == value.ndim and not is_label(name)
+            if may_be_input or name.endswith(tuple(self._main_inputs)):
+                self._padded[value] = True
 
     def expect(self, microbatch: Microbatch) -> None:
         """Note the microbatch that runs next, before it is moved."""
-        mask = microbatch.get(MASK) if isinstance(microbatch, Mapping) else None
-        self._expected = tuple(mask.shape) if isinstance(mask, Tensor) and mask in self._masks else None
+        values = list(microbatch.values()) if isinstance(microbatch, Mapping) else []
+        tensors = [value for value in values if isinstance(value, Tensor) and value.ndim > 1]
+        padded = [value for value in tensors if value in self._padded]
+        others = [value for value in tensors if value not in self._padded]
+        self._running = RunningMicrobatch(set(map(_form, padded)), set(map(_form, others))) if padded else None
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
         """Raise `LossContractError` during a call where the loss keeps the mask from a model that needs it."""
 
         def look(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            if self._expected is None or len(placed) > 1 or named.get(MASK) is not None:
+            if self._running is None or len(placed) > 1 or named.get(MASK) is not None:
                 return
             main = next((named[name] for name in self._main_inputs if name in named), placed[0] if placed else None)
-            if isinstance(main, Tensor) and tuple(main.shape[:2]) == self._expected:
+            if isinstance(main, Tensor) and main.ndim > 1 and self._running.pads(main):
                 raise LossContractError(
                     f"samples are padded and the loss gives {type(with_config(model)).__name__} no attention_mask, so "
-                    'that it takes padding for tokens; hand microbatch["attention_mask"] on, which is made where '
-                    "samples have none"
+                    'that it takes padding for tokens; hand microbatch["attention_mask"] on (for tokens under '
+                    'X_input_ids "X_attention_mask"), which is made where the model takes it, or give each sample one'
                 )
 
-        models = [each for each in self._called if self.takes_mask and isinstance(each, nn.Module)]
-        hooks = [each.register_forward_pre_hook(look, with_kwargs=True) for each in models]
+        hooks = [each.register_forward_pre_hook(look, with_kwargs=True) for each in self._watched]
         try:
             yield
         finally:
-            self._expected = None
+            self._running = None
             for hook in hooks:
                 hook.remove()
 
@@ -270,17 +305,28 @@ class Padding:
     @cached_property
     def takes_mask(self) -> bool:
         """True if a model needs a mask to leave padding out, and takes one."""
-        return any(_reads(model, MASK) and not is_causal(model) for model in self._models)
+        return any(_reads(model, MASK) and not is_causal(model) for model in self._readers)
+
+    @cached_property
+    def _readers(self) -> list[Any]:
+        """The models of transformers that read samples: the given ones, or those inside of a module of the user's."""
+        return self._models + [inner for model in self._called for inner in _models_inside(model)]
+
+    @cached_property
+    def _watched(self) -> list[nn.Module]:
+        """The modules whose arguments are looked at."""
+        whole = [each for each in self._called if isinstance(each, nn.Module) and _is_in_transformers(each)]
+        return whole + [inner for model in self._called for inner in _models_inside(model)]
 
     @cached_property
     def _is_causal(self) -> bool:
         """True if no token sees padding on the right, whatever experts count."""
-        return all(is_causal(model, with_experts=True) for model in self._models)
+        return all(is_causal(model, with_experts=True) for model in self._readers)
 
     @cached_property
     def _main_inputs(self) -> list[str]:
         """Names of the input that a mask describes: tokens, their embeddings, or what a model reads in their place."""
-        own = [str(getattr(model, "main_input_name", IDS)) for model in self._models]
+        own = [str(getattr(model, "main_input_name", IDS)) for model in self._readers]
         return [*dict.fromkeys([IDS, "inputs_embeds", *own])]
 
     @cached_property
@@ -299,6 +345,69 @@ class Padding:
         configs = [getattr(with_config(each), "config", None) for each in self._models]
         stated = [getattr(each, name, None) for each in configs for name in POSITION_LIMITS]
         return min((size for size in (self.num_positions, *stated) if isinstance(size, int) and size > 0), default=None)
+
+
+class RunningMicrobatch(NamedTuple):
+    """The padded tensors of a microbatch and the others, each as (rows, tokens, True for floating point)."""
+
+    padded: set[Form]
+    others: set[Form]
+
+    def pads(self, main: Tensor) -> bool:
+        """Return True if a model's main input may have padding: a padded tensor, or several beside each other."""
+        rows, tokens, is_floating = form = _form(main)
+        if form in self.padded:
+            return True
+        return form not in self.others and any(
+            rows % padded_rows == 0 and tokens >= padded_tokens and kind == is_floating
+            for padded_rows, padded_tokens, kind in self.padded
+        )
+
+
+def _form(tensor: Tensor) -> Form:
+    return (*tensor.shape[:2], tensor.is_floating_point())
+
+
+def _holds_tokens(name: str) -> bool:
+    return name == IDS or name.endswith(f"_{IDS}")
+
+
+def _mask_name(name: str) -> str:
+    """Return the name of the mask of an input: X_attention_mask for X_input_ids, else attention_mask."""
+    return name.removesuffix(IDS) + MASK if _holds_tokens(name) else MASK
+
+
+def _is_in_transformers(model: Any) -> bool:
+    return hasattr(with_config(model), "config")
+
+
+def _models_inside(model: Any) -> list[nn.Module]:
+    """Return the outermost models of transformers inside of a module that is none itself.
+
+    A compiled module has none: hooks inside of it would be compiled too.
+    """
+    if not isinstance(model, nn.Module) or _is_in_transformers(model):
+        return []
+    if any(is_compiled(module) or original_of(module) is not module for module in model.modules()):
+        return []
+    found: list[nn.Module] = []
+    pending: list[nn.Module] = [model]
+    while pending:
+        module = pending.pop()
+        if hasattr(module, "config") and hasattr(module, "main_input_name"):
+            found.append(module)
+        else:
+            pending.extend(module.children())
+    return found
+
+
+def _accepts(model: Any, name: str) -> bool:
+    """Return True if a module of the user's takes an argument of this name, or has no forward to take any."""
+    module = with_config(model)
+    if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
+        return True
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _stretched(columns: Mapping[str, list[Tensor]], length: int) -> list[str]:

@@ -399,7 +399,7 @@ def stack_padded(name: str, values: list[Tensor], fill: float | None = None, len
         raise PlanError(
             f"{name!r} has the shapes {sorted(map(tuple, shapes))}; only dim 0 is padded, the others must agree"
         )
-    is_class = name == "labels" or (_is_label(name) and not first.is_floating_point())  # soft labels have no such value
+    is_class = name == "labels" or (is_label(name) and not first.is_floating_point())  # soft labels have no such value
     fill = (IGNORED_LABEL if is_class else 0) if fill is None else fill
     if not _can_hold(first.dtype, fill):
         raise PlanError(
@@ -416,7 +416,7 @@ def stack_padded(name: str, values: list[Tensor], fill: float | None = None, len
 
 
 @functools.lru_cache
-def _is_label(name: str) -> bool:
+def is_label(name: str) -> bool:
     """Return True if a key of a sample holds labels, by its name."""
     return LABELS.search(name) is not None and "mask" not in name
 

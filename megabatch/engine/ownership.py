@@ -7,6 +7,7 @@ loss also checks what that loss does.
 import contextlib
 import gc
 import operator
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -17,9 +18,11 @@ from megabatch.batching.tree import each_leaf
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
 from megabatch.torch_private import count_writes, is_flat_parameter
-from megabatch.wrappers.base import REQUIRES_GRAD, Wrapper
+from megabatch.wrappers.base import REQUIRES_GRAD, Wrapper, refuse_hooks
 from megabatch.wrappers.gradients import find_functions, graph_leaves, is_linear, name_of_function
 
+MAX_SEARCHED = 100_000  # objects of a batch, for a tensor that the loss has made trainable
+NOT_SEARCHED = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, types.FrameType)
 GRAD = operator.attrgetter("grad")  # of many parameters in every call
 Value = TypeVar("Value")
 DIVIDE = (
@@ -180,6 +183,7 @@ class Ownership:
         Call this after the first forward of a loss. ``given`` is the microbatch and its batch, whose tensors may carry
         a gradient. Raises `LossContractError` for a loss that takes the divisor and reaches no parameter of the model.
         """
+        refuse_hooks(self._wrapper.accumulating)  # the loss may have registered one
         # Ids, since tensors compare by element.
         known, reached = set(map(id, self._wrapper.accumulating)), False
         for leaf in graph_leaves([terms[name].total for name in differentiable(terms)]):
@@ -213,16 +217,36 @@ def _is_trained(leaf: Tensor | None) -> bool:
 
 
 def _holds(given: object, leaf: Tensor) -> bool:
-    """Return True if a leaf is one of the tensors that the loss was given."""
-    found = False
+    """Return True if a leaf is one of the tensors that the loss was given, in containers of any kind.
 
-    def look(each: Any) -> Any:
+    A parameter counts only in mappings, lists and tuples: an object may refer to a module that nobody gave.
+    """
+    found = False
+    opaque: list[Any] = []
+
+    def look(value: Any) -> Any:
         nonlocal found
-        found = found or each is leaf
-        return each
+        found = found or value is leaf
+        if not isinstance(value, Tensor):
+            opaque.append(value)
+        return value
 
     each_leaf(given, look)
-    return found
+    return found or (not isinstance(leaf, nn.Parameter) and _is_within(opaque, leaf))
+
+
+def _is_within(objects: list[Any], leaf: Tensor) -> bool:
+    """Return True if objects of classes that pytree does not know, such as graphs, refer to a tensor."""
+    pending, seen = objects, set[int]()
+    while pending and len(seen) < MAX_SEARCHED:
+        value = pending.pop()
+        if value is leaf:
+            return True
+        if id(value) in seen or isinstance(value, NOT_SEARCHED):
+            continue
+        seen.add(id(value))
+        pending.extend(gc.get_referents(value))
+    return False
 
 
 def _num_writes(tensors: Sequence[Tensor | None]) -> list[int]:

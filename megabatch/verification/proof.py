@@ -27,7 +27,7 @@ from megabatch.engine.coupled_loss import Encoded, describe_fault
 from megabatch.errors import LossContractError, in_one_line
 from megabatch.losses.contract import REFUSES_MEANS, JointLoss, LossFunction, Term, terms_of
 from megabatch.planning.plan import check_limits
-from megabatch.torch_private import hooks_after_grad, hooks_before_grad, param_groups, pytree
+from megabatch.torch_private import param_groups, pytree
 from megabatch.verification.finite_difference import check_backward
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from megabatch.verification.gradient_comparison import (
@@ -41,7 +41,7 @@ from megabatch.verification.gradient_comparison import (
     relative_errors,
 )
 from megabatch.verification.mixing import explain_padding, find_mixing_module, find_router_terms
-from megabatch.wrappers.base import local
+from megabatch.wrappers.base import foreign_hooks, local
 from megabatch.wrappers.detect import Models
 
 # Losses whose mean a transformers model computes itself, and the condition on the model.
@@ -220,8 +220,7 @@ class _Proof(GradientComparison):
     def _find_hooks(self) -> Iterator[str]:
         """Find hooks on the user's parameters, which the copy does not have."""
         for name, parameter in self._hooked:
-            hooks = hooks_before_grad(parameter) + hooks_after_grad(parameter)
-            if any(not str(getattr(each, "__module__", "")).startswith(("torch.", "megabatch.")) for each in hooks):
+            if foreign_hooks(parameter):
                 yield (
                     f"parameter {name!r} has a hook, which sees the gradient of each microbatch and not that of the "
                     "update; remove it, and change p.grad after finalize()"

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.errors import PlanError
 from megabatch.torch_private import (
+    HOMES_OF_HOOKS,
+    home_of_hook,
     hooks_after_grad,
     hooks_before_grad,
     is_dtensor,
@@ -149,12 +151,7 @@ class Wrapper:
                 f"parameters were cast from {was} to {now} since the GradientAccumulator was made; make a new one "
                 "after such a change"
             )
-        for parameter in compress(self.parameters, map(any, map(own_of_parameter, self.parameters))):
-            if names := _foreign_hooks(parameter):
-                raise PlanError(
-                    f"a parameter of shape {tuple(parameter.shape)} has the hook {names[0]}, which would see the "
-                    "gradients of single microbatches; remove it, and work on p.grad after finalize()"
-                )
+        refuse_hooks(self.parameters)
 
     @property
     def is_microbatch_local(self) -> bool:
@@ -254,11 +251,20 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _foreign_hooks(parameter: nn.Parameter) -> list[str]:
-    """Return the names of hooks on a parameter's gradient that belong neither to torch nor to megabatch."""
+def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
+    """Raise `PlanError` for a hook on a parameter's gradient that belongs neither to torch's wrappers nor to megabatch."""
+    for parameter in compress(parameters, map(any, map(own_of_parameter, parameters))):
+        if names := foreign_hooks(parameter):
+            raise PlanError(
+                f"a parameter of shape {tuple(parameter.shape)} has the hook {names[0]}, which would see the "
+                "gradients of single microbatches; remove it, and work on p.grad after finalize()"
+            )
+
+
+def foreign_hooks(parameter: nn.Parameter) -> list[str]:
+    """Return the names of hooks on a parameter's gradient that belong neither to torch's wrappers nor to megabatch."""
     hooks = [*hooks_before_grad(parameter), *hooks_after_grad(parameter)]
-    homes = {hook: getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks}
-    foreign = [hook for hook, home in homes.items() if home.partition(".")[0] not in ("torch", "megabatch")]
+    foreign = [hook for hook in hooks if not f"{home_of_hook(hook)}.".startswith(HOMES_OF_HOOKS)]
     foreign += optimizers_in_backward(parameter)
     return [repr(getattr(hook, "__qualname__", type(hook).__name__)) for hook in foreign]
 

@@ -94,6 +94,7 @@ CHAPTERS = (
     "inputs_windows",
     "inputs_opened",
     "inputs_prefix",
+    "inputs_names",
 )  # the files that add rows
 ROWS: dict[str, Row] = {}
 
