@@ -33,6 +33,7 @@ from megabatch.engine.error_broadcast import ErrorBroadcast, is_out_of_memory, o
 from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
 from megabatch.engine.packing_check import check_packing, watched
+from megabatch.engine.padded_targets import check_totals
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update, add_terms
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
@@ -515,8 +516,7 @@ class GradientAccumulator:
         steps = iterate_steps(prepared, agreement, hooks.weigh, wrapper, trains=False)
         try:
             with contextlib.ExitStack() as stack:
-                if self._padding.takes_mask:
-                    stack.enter_context(self._padding.watched())
+                stack.enter_context(self._padding.watched())
                 if self._is_packed:
                     stack.enter_context(watched(self.model, agreement.num_microbatches))
                 if self._sharing is not None and prepared.plan.shared:
@@ -639,11 +639,13 @@ class GradientAccumulator:
             opened.check_divided(loss_fn, model, step)
         random = random_state.note(self._wrapper.device) if call.is_new else None
         before = Receipt.of(self._wrapper.accumulating)
+        given = dict(step.microbatch) if isinstance(step.microbatch, Mapping) else {}  # the loss may pop its labels
         terms = opened.terms_of(loss_fn, model, step)
         if not call.takes_divisor:
             ownership.check_unmoved(before)
         if random is not None:
             ownership.check_reach(loss_fn, before, terms, [step.microbatch, *call.given])
+            check_totals(self._padding.running_lengths, given, terms)
         del before  # which would keep gradients that a wrapper frees in its backward
         if random is not None and ownership.uses_up(loss_fn, terms):
             random_state.put_back(random)
@@ -864,8 +866,7 @@ class GradientAccumulator:
         try:
             with contextlib.ExitStack() as watching:
                 watching.enter_context(no_float16_autocast(wrapper.models))
-                if self._padding.takes_mask:
-                    watching.enter_context(self._padding.watched())
+                watching.enter_context(self._padding.watched())
                 if self._is_packed:
                     watching.enter_context(watched(self.model, agreement.num_microbatches))
                 if self._sharing is not None and prepared.plan.shared:

@@ -267,6 +267,25 @@ TORCH_LOSSES = (  # names of the nodes of torch's losses that say what they redu
 reduction_of = operator.attrgetter("_saved_reduction")  # of such a node: 0 for none, 1 for the mean, 2 for the sum
 
 
+CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+DIFFERENCES = ("HuberLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0")  # losses of predictions and numbers
+
+
+def targets_of(node: Any) -> tuple[Tensor, Tensor, int | None]:
+    """``_saved_target``, ``_saved_self`` and ``_saved_ignore_index`` of the node of a loss of torch.
+
+    Returns:
+        The targets, which of them count, and the value that the loss leaves out. A loss of differences leaves none out
+        (None). Where its prediction is its target, it counts nothing.
+    """
+    targets: Tensor = node._saved_target
+    if node.name() not in CROSS_ENTROPIES:
+        return targets, node._saved_self.detach() != targets, None
+    ignored = node._saved_ignore_index
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored  # saved without a sign
+    return targets, targets != ignored, ignored
+
+
 def is_mean_reduction(loss: Tensor) -> bool:
     """Return True if the last operation of ``loss``, before views and casts, is a mean."""
     node = _before_views(loss)

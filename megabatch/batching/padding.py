@@ -99,8 +99,9 @@ class Padding:
         self._fills = dict(fills or {})
         self._called = list(models)
         self._models = [inner for model in self._called if hasattr(inner := with_config(model), "config")]
-        self._padded = WeakTensorKeyDictionary()  # tensors of a microbatch that a model may not read without a mask
-        self._running: RunningMicrobatch | None = None  # None while no microbatch with padding runs
+        self._lengths = WeakTensorKeyDictionary()  # padded tensor of a microbatch -> lengths of its samples
+        self._unreadable = WeakTensorKeyDictionary()  # those that a model may not read without a mask
+        self._running = RunningMicrobatch({}, set(), set())
 
     def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
         """Return the samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`.
@@ -135,7 +136,9 @@ class Padding:
             for name in list(self._masked_inputs(made, main)):
                 if name in ragged or not self._is_causal:
                     self._add_mask(made, name, columns[name])
-            self._note_padded(made, ragged)
+            self._note_unreadable(made, ragged)
+        for name in ragged:
+            self._lengths[made[name]] = list(map(len, columns[name]))
         self.check(made)
         return made
 
@@ -187,7 +190,7 @@ class Padding:
         """Return True if a mask under this name may be among the arguments that a loss gives to the model."""
         return all(_is_in_transformers(each) or _accepts(each, mask_name) for each in self._called)
 
-    def _note_padded(self, made: Mapping[str, Tensor], ragged: Iterable[str]) -> None:
+    def _note_unreadable(self, made: Mapping[str, Tensor], ragged: Iterable[str]) -> None:
         """Note the padded tensors that a model may take for its main input."""
         if POSITIONS in made and self._is_causal:
             return
@@ -198,22 +201,28 @@ class Padding:
             num_dims = 3 if value.is_floating_point() else 2  # embeddings, or tokens
             may_be_input = num_dims == value.ndim and not is_label(name)
             if may_be_input or name.endswith(tuple(self._main_inputs)):
-                self._padded[value] = True
+                self._unreadable[value] = True
+
+    @property
+    def running_lengths(self) -> Mapping[str, list[int]]:
+        """The lengths of the running microbatch's samples, by padded key."""
+        return self._running.lengths
 
     def expect(self, microbatch: Microbatch) -> None:
         """Note the microbatch that runs next, before it is moved."""
-        values = list(microbatch.values()) if isinstance(microbatch, Mapping) else []
-        tensors = [value for value in values if isinstance(value, Tensor) and value.ndim > 1]
-        padded = [value for value in tensors if value in self._padded]
-        others = [value for value in tensors if value not in self._padded]
-        self._running = RunningMicrobatch(set(map(_form, padded)), set(map(_form, others))) if padded else None
+        named = microbatch if isinstance(microbatch, Mapping) else {}
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.ndim > 1}
+        lengths = {name: self._lengths[value] for name, value in tensors.items() if value in self._lengths}
+        padded = [value for value in tensors.values() if value in self._unreadable] if lengths else []
+        others = [value for value in tensors.values() if value not in self._unreadable] if padded else []
+        self._running = RunningMicrobatch(lengths, set(map(_form, padded)), set(map(_form, others)))
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """Raise `LossContractError` during a call where the loss keeps the mask from a model that needs it."""
+        """Raise `LossContractError` during a call for a loss that takes padding for tokens, or for classes."""
 
         def look(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            if self._running is None or len(placed) > 1 or named.get(MASK) is not None:
+            if not self._running.padded or len(placed) > 1 or named.get(MASK) is not None:
                 return
             main = next((named[name] for name in self._main_inputs if name in named), placed[0] if placed else None)
             if isinstance(main, Tensor) and main.ndim > 1 and self._running.pads(main):
@@ -223,11 +232,21 @@ class Padding:
                     'X_input_ids "X_attention_mask"), which is made where the model takes it, or give each sample one'
                 )
 
-        hooks = [each.register_forward_pre_hook(look, with_kwargs=True) for each in self._watched]
+        watched = self._watched if self.takes_mask else []
+        hooks = [each.register_forward_pre_hook(look, with_kwargs=True) for each in watched]
         try:
             yield
+        except IndexError as error:
+            labels = [name for name in self._running.lengths if is_label(name) and name not in self._fills]
+            if not labels or str(error) != f"Target {IGNORED_LABEL} is out of bounds.":
+                raise
+            raise LossContractError(
+                f"{' and '.join(map(repr, labels))} of samples are padded with {IGNORED_LABEL}, which the loss takes "
+                f"for a class; give it ignore_index={IGNORED_LABEL}, or the GradientAccumulator padding="
+                f"{{{labels[0]!r}: what the loss leaves out}}"
+            ) from error
         finally:
-            self._running = None
+            self._running = RunningMicrobatch({}, set(), set())
             for hook in hooks:
                 hook.remove()
 
@@ -348,8 +367,9 @@ class Padding:
 
 
 class RunningMicrobatch(NamedTuple):
-    """The padded tensors of a microbatch and the others, each as (rows, tokens, True for floating point)."""
+    """What is padded in a microbatch. Tensors that a model may read are (rows, tokens, True for floating point)."""
 
+    lengths: dict[str, list[int]]  # of samples, by padded key
     padded: set[Form]
     others: set[Form]
 

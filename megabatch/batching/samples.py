@@ -39,6 +39,7 @@ _PADDED_NUMBERS = WeakTensorKeyDictionary()
 # Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.
 OTHERS = ("attention_mask", "position_ids", "token_type_ids")
 FILLED = {"input_ids", "labels", "shift_labels", *OTHERS}
+NOT_COUNTED = ("input_ids", "_mask", "position_ids", "token_type_ids")  # ends of keys whose padding says nothing
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
 
@@ -179,7 +180,7 @@ class Samples:
                 made = self._stack([get(index) for index in indices])
             if self._pad is not None and (self._rows is not None or self._collate is not None):
                 self._pad.check(made)
-            if self._pad is not None and self._pad.takes_mask:
+            if self._pad is not None:
                 self.expect = self._pad.expect
         if self.shared:
             lengths, shared = ([each[index] for index in indices] for each in (self.lengths, self.shared))
@@ -188,6 +189,17 @@ class Samples:
         if self._room > 0:
             self._keep_weighed(tuple(indices), made)
         return made
+
+    @property
+    def is_list(self) -> bool:
+        """True for a list of samples in memory."""
+        return self._rows is None and self.deferred is None
+
+    def ragged_keys(self, indices: Sequence[int]) -> list[str]:
+        """Return the keys of a list's samples that differ in shape, without tokens and masks."""
+        samples = [self._list[index] for index in indices]
+        names = [name for name in samples[0] if not name.endswith(NOT_COUNTED)]
+        return [name for name in names if len({_shape_of(sample[name]) for sample in samples}) > 1]
 
     def column(self, name: str) -> list[Tensor]:
         """Return one tensor of each sample. Raises `PlanError` for samples without it, and for a deferred batch."""
@@ -323,8 +335,6 @@ class Pad(Protocol):
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
 
-    takes_mask: Any  # True where the model needs a mask
-
     def check(self, microbatch: Microbatch) -> None: ...
 
     def expect(self, microbatch: Microbatch) -> None: ...
@@ -341,6 +351,15 @@ def sample_length(sample: Any) -> int:
     name, value = next(iter(cast(Mapping[str, Any], sample).items()))
     first = value if _is_dense(value) else to_dense_tensor(name, value)
     return first.size(0) if first.ndim else 1
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of a value of a sample: a tensor, an array, or nested lists of numbers."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return tuple(shape)
+    is_nested = isinstance(value, list | tuple)
+    return (len(value), *(_shape_of(value[0]) if value else ())) if is_nested else ()
 
 
 def _is_dense(value: Any) -> bool:

@@ -24,6 +24,8 @@ from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.batching.tree import clone, each_leaf, memory_of, to_device
 from megabatch.engine import random_state
 from megabatch.engine.error_broadcast import is_out_of_memory
+from megabatch.engine.ownership import ByLoss
+from megabatch.engine.padded_targets import check_weights
 from megabatch.errors import LossContractError, MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights, is_own
 from megabatch.planning.limits import TunedLimit
@@ -119,6 +121,7 @@ class MicrobatchPlanner:
     fit: TunedLimit | None = None  # the measured limit, if the user gave none
     learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
     padding: Padding | None = None  # the default collate
+    compared: ByLoss[bool] = field(default_factory=ByLoss[bool], compare=False)  # weigh that counted no padding
 
     @property
     def is_auto(self) -> bool:
@@ -214,7 +217,12 @@ class MicrobatchPlanner:
             _check_rows(samples, plan, weigh)
             samples.forget_early()
         samples.shared = plan.shared
-        return collate_planned(samples, plan, weigh)
+        prepared = collate_planned(samples, plan, weigh)
+        is_comparable = not self.ranks.context_groups and (hooks.prepare is None or is_own(hooks.prepare))
+        if hooks.weigh is not None and is_comparable and self.compared.get(hooks.weigh) is None:
+            if check_weights(samples, plan, hooks.weigh):
+                self.compared.set(hooks.weigh, True)
+        return prepared
 
     def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
         """Return the function that counts what this rank weighs of a microbatch of `samples`, cut over "cp"."""

@@ -252,7 +252,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Raise `PlanError` for a hook on a parameter's gradient that belongs neither to torch's wrappers nor to megabatch."""
+    """Raise `PlanError` for a hook on a parameter's gradient that belongs neither to torch's wrappers nor to ours."""
     for parameter in compress(parameters, map(any, map(own_of_parameter, parameters))):
         if names := foreign_hooks(parameter):
             raise PlanError(
@@ -262,7 +262,7 @@ def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def foreign_hooks(parameter: nn.Parameter) -> list[str]:
-    """Return the names of hooks on a parameter's gradient that belong neither to torch's wrappers nor to megabatch."""
+    """Return the names of hooks on a parameter's gradient that belong neither to torch's wrappers nor to ours."""
     hooks = [*hooks_before_grad(parameter), *hooks_after_grad(parameter)]
     foreign = [hook for hook in hooks if not f"{home_of_hook(hook)}.".startswith(HOMES_OF_HOOKS)]
     foreign += optimizers_in_backward(parameter)

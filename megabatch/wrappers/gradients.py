@@ -323,6 +323,11 @@ def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
             yield leaf
 
 
+def graph_nodes(totals: Sequence[Tensor]) -> list[Any]:
+    """Return every node that the totals depend on."""
+    return list(_graph(totals))
+
+
 def find_functions(totals: Sequence[Tensor]) -> list[Any]:
     """Return the nodes of user-written autograd functions near the totals, which return scalars or vectors."""
     pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]

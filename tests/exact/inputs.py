@@ -95,6 +95,7 @@ CHAPTERS = (
     "inputs_opened",
     "inputs_prefix",
     "inputs_names",
+    "inputs_targets",
 )  # the files that add rows
 ROWS: dict[str, Row] = {}
 

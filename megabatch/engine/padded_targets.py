@@ -1,0 +1,120 @@
+"""Padded positions that a loss counts as targets: what padding says of them is one of the values that the loss counts.
+
+Two checks look at a loss once. `check_weights` compares the weight of padded samples with that of the same samples one
+by one. `check_totals` looks at the losses of torch in the graph of a total: which of their targets are padding. A loss
+of other arithmetic whose weight does not count padding is not seen through; `verify` finds it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megabatch.batching.samples import Microbatch, Samples
+from megabatch.errors import LossContractError
+from megabatch.losses.contract import WEIGHT_TOLERANCE, Term, Weigh, counted_weights, differentiable
+from megabatch.planning.plan import Plan
+from megabatch.torch_private import CROSS_ENTROPIES, DIFFERENCES, reduction_of, targets_of
+from megabatch.wrappers.gradients import graph_nodes
+
+MAX_COMPARED = 8  # samples
+
+
+def check_weights(samples: Samples, plan: Plan, weigh: Weigh) -> bool:
+    """Raise `LossContractError` if the weight of padded samples is not the sum of their own.
+
+    Returns:
+        True if a microbatch of the plan has padding, so that there was something to compare.
+    """
+    lengths = samples.lengths
+    several = [rows for rows in plan.microbatches if len(rows) > 1]
+    if not several or samples.is_collated_by_user or not samples.is_list:
+        return False
+    rows = max(several, key=lambda rows: max(map(lengths.__getitem__, rows)) - min(map(lengths.__getitem__, rows)))
+    rows = (*rows[: MAX_COMPARED // 2], *rows[MAX_COMPARED // 2 :][-MAX_COMPARED // 2 :])
+    ragged = samples.ragged_keys(rows)
+    if not ragged:
+        return False
+    together = counted_weights(weigh(samples.take(rows)))
+    alone = [counted_weights(weigh(samples.take([row]))) for row in rows]
+    for name, weight in together.items():
+        added = sum(each.get(name, 0.0) for each in alone)
+        if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
+            raise LossContractError(
+                f"weigh counts {weight:.10g} in {len(rows)} samples of other lengths, which are padded, and "
+                f"{added:.10g} in the same one by one, so that it counts padding of {', '.join(map(repr, ragged))}; "
+                "say in padding={key: value} of the GradientAccumulator what the loss leaves out"
+            )
+    return True
+
+
+def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, terms: Mapping[str, Term]) -> None:
+    """Raise `LossContractError` if a loss of torch counts a padded position, here or in the backward.
+
+    Args:
+        lengths: Of each sample of the microbatch, by padded key.
+        microbatch: The tensors that the loss was given, on its device.
+        terms: What the loss returned, with the graphs of the totals.
+    """
+    padded = {name: each for name, each in lengths.items() if isinstance(microbatch.get(name), Tensor)}
+    if not padded:
+        return
+    for node in graph_nodes([terms[name].total for name in differentiable(terms)]):
+        if node.name() not in CROSS_ENTROPIES + DIFFERENCES:
+            continue
+        targets, are_counted, ignored = targets_of(node)
+        for name, each in padded.items():
+            is_padding = _find_padding(targets, microbatch[name], each)
+            if is_padding is None:
+                continue
+            counted = CountedPadding(name, targets.flatten(), is_padding & are_counted.flatten(), ignored)
+            if reduction_of(node):
+                counted.refuse()
+            else:  # a mask of the user's may leave padding out
+                node.register_prehook(counted.refuse_gradients)
+
+
+class CountedPadding(NamedTuple):
+    """Padded elements of a key among the targets of a loss of torch."""
+
+    name: str
+    targets: Tensor  # [N]
+    counted: Tensor  # [N], bool
+    ignored: int | None  # the value that the loss leaves out; None: it leaves out none
+
+    def refuse(self) -> None:
+        """Raise `LossContractError` if there is any."""
+        if not bool(self.counted.any()):
+            return
+        value = float(self.targets[self.counted][0])
+        says = "leaves no value out; leave padded positions out by a mask among the keys of the samples"
+        if self.ignored is not None:
+            says = f"leaves out {self.ignored}; give the GradientAccumulator padding={{{self.name!r}: {self.ignored}}}"
+        raise LossContractError(
+            f"the loss counts {int(self.counted.sum())} padded positions of {self.name!r} as targets: they are padded "
+            f"with {value:.10g}, and it {says}"
+        )
+
+    def refuse_gradients(self, gradients: tuple[Tensor, ...]) -> None:
+        """Raise `LossContractError` if the loss of any has a gradient."""
+        self._replace(counted=self.counted & (gradients[0].flatten() != 0)).refuse()
+
+
+def _find_padding(targets: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor | None:
+    """Return which elements of ``targets`` are padding of a key; None if the targets are not that key's values.
+
+    The targets may lack the first or the last columns of the key, as those of next tokens do.
+    """
+    num_rows, num_columns = value.shape[:2]
+    columns, remainder = divmod(targets.numel() * num_columns, max(value.numel(), 1))
+    if remainder or not 0 < columns <= num_columns:
+        return None
+    real = torch.arange(num_columns, device=value.device) < torch.tensor(lengths, device=value.device)[:, None]
+    for first in dict.fromkeys((num_columns - columns, 0)):
+        part = value[:, first : first + columns]
+        if torch.equal(part.flatten().to(targets.dtype), targets.flatten()):
+            is_padding = ~real[:, first : first + columns]  # [B, columns]
+            return is_padding.reshape(num_rows, columns, *[1] * (value.ndim - 2)).expand_as(part).flatten()
+    return None
