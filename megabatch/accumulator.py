@@ -33,7 +33,6 @@ from megabatch.engine.error_broadcast import ErrorBroadcast, is_out_of_memory, o
 from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
 from megabatch.engine.packing_check import check_packing, watched
-from megabatch.engine.padded_targets import check_totals
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update, add_terms
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
@@ -48,6 +47,7 @@ from megabatch.losses.contract import (
     terms_given,
     terms_of,
 )
+from megabatch.losses.padded_targets import check_totals
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel, Plan, check_cost, check_limits
 from megabatch.wrappers.checks import check_rank_agreement
@@ -57,6 +57,7 @@ from megabatch.wrappers.gradients import (
     WideGradients,
     clip_gradients,
     drop_gradients,
+    graph_nodes,
     no_float16_autocast,
     scale_gradients,
 )
@@ -645,7 +646,8 @@ class GradientAccumulator:
             ownership.check_unmoved(before)
         if random is not None:
             ownership.check_reach(loss_fn, before, terms, [step.microbatch, *call.given])
-            check_totals(self._padding.running_lengths, given, terms)
+            totals = [term.total for term in terms.values() if term.total.requires_grad]
+            check_totals(self._padding.running_lengths, given, graph_nodes(totals))
         del before  # which would keep gradients that a wrapper frees in its backward
         if random is not None and ownership.uses_up(loss_fn, terms):
             random_state.put_back(random)

@@ -28,6 +28,7 @@ from torch.optim import _muon
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils.data import dataloader
 
 from megabatch.errors import MegabatchError
 
@@ -37,6 +38,7 @@ NEEDS_DATA = (  # what a fake tensor raises where its contents are read
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
+FRAMES_OF_SAMPLERS = 16  # between a DataLoader and the sampler that it asks: samplers may wrap each other
 WAIT = torch.ops._c10d_functional.wait_tensor.default  # returns its argument; on fake tensors, a tensor of its own
 
 NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and what is read there
@@ -323,6 +325,17 @@ def inputs_of_node(node: Any) -> Sequence[Any]:
 def class_of_function(node: torch.autograd.function.BackwardCFunction) -> type:
     """``_forward_cls``: the autograd.Function whose backward a node runs."""
     return cast(Any, type(node))._forward_cls
+
+
+def is_asked_by_workers() -> bool:
+    """``_MultiProcessingDataLoaderIter._try_put_index``: True in a sampler that is read for workers, ahead of use."""
+    code = dataloader._MultiProcessingDataLoaderIter._try_put_index.__code__  # pyright: ignore[reportPrivateUsage]
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    for _ in range(FRAMES_OF_SAMPLERS):
+        if frame is None or frame.f_code is code:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is code
 
 
 # Operations and the modes that see them

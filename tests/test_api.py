@@ -38,7 +38,7 @@ SIGNATURES = {
     Learner.load_state_dict: "(self, state)",
     UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=None, dp_degree=None, tail='step', cost=None, "
     "order=None, same_bits=False, micro_batch_size=None, max_microbatch_tokens=None)",
-    UpdateSampler.state_dict: "(self)",
+    UpdateSampler.state_dict: "(self, updates=None)",
     UpdateSampler.load_state_dict: "(self, state)",
     megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",
     megabatch.verify: "(model, loss_fn, batch, *, micro_batch_size=1, tolerance=1e-09, **options)",

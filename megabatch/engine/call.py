@@ -25,9 +25,9 @@ from megabatch.batching.tree import clone, each_leaf, memory_of, to_device
 from megabatch.engine import random_state
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.engine.ownership import ByLoss
-from megabatch.engine.padded_targets import check_weights
 from megabatch.errors import LossContractError, MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights, is_own
+from megabatch.losses.padded_targets import check_weights
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import (
     CostModel,
@@ -218,11 +218,18 @@ class MicrobatchPlanner:
             samples.forget_early()
         samples.shared = plan.shared
         prepared = collate_planned(samples, plan, weigh)
-        is_comparable = not self.ranks.context_groups and (hooks.prepare is None or is_own(hooks.prepare))
-        if hooks.weigh is not None and is_comparable and self.compared.get(hooks.weigh) is None:
-            if check_weights(samples, plan, hooks.weigh):
-                self.compared.set(hooks.weigh, True)
+        self._check_padding(samples, plan, hooks)
         return prepared
+
+    def _check_padding(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
+        """Raise `LossContractError` for a weight that counts padding. Compare each ``weigh`` once."""
+        weigh = hooks.weigh
+        if weigh is None or self.ranks.context_groups or self.compared.get(weigh):
+            return
+        if hooks.prepare is not None and not is_own(hooks.prepare):  # it may draw random numbers
+            return
+        if check_weights(samples, plan, weigh):
+            self.compared.set(weigh, True)
 
     def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
         """Return the function that counts what this rank weighs of a microbatch of `samples`, cut over "cp"."""

@@ -5,6 +5,7 @@ them, so a run may resume with another number of ranks.
 """
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, NamedTuple
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from megabatch.errors import PlanError, require_count
 from megabatch.planning.partition import balance_lengths, deal_microbatches
 from megabatch.planning.plan import CostModel, check_cost, check_lengths, require_one_limit
+from megabatch.torch_private import is_asked_by_workers
 
 TAILS = ("step", "drop", "carry")
+MAX_POSITIONS = 2**16  # of updates that were handed out; readers ahead of the training are far closer
 
 
 class Consumed(NamedTuple):
@@ -35,12 +38,23 @@ class Consumed(NamedTuple):
         return Consumed(self.updates + 1, self.samples + num_samples, self.tokens + num_tokens)
 
 
+class Position(NamedTuple):
+    """A place in the stream: the updates of the run before it, the samples of the stream, and what was handed out."""
+
+    updates: int = 0
+    samples: int = 0
+    seen: Consumed = Consumed()
+
+
 class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     """Yields this rank's sample ids of each update, for one epoch; use it as a DataLoader's ``batch_sampler``.
 
     The shares of all ranks are disjoint, make up the update, differ in size by at most one, and are balanced by
     cost. ``same_bits`` balances whole microbatches instead. A share may be empty, so give the DataLoader
     ``collate_fn=list``.
+
+    Its position is what was trained, if you say how many updates were: ``state_dict(updates=learner.step)``. A
+    DataLoader with workers asks for updates long before they are trained.
 
     Where every rank of the process group has a share, the first iteration is collective: the ranks compare their first
     update, once.
@@ -117,11 +131,24 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         self._tail = tail
         self._compared: list[bool] = []  # with the other ranks; copies know it too
         self._consumed = 0  # samples since the first epoch began; a dropped tail counts as consumed
+        self._positions = deque([Position()], MAX_POSITIONS)  # before the first update, and after each
+        self._is_read_ahead = False  # by workers of a DataLoader
+        self._is_under_way = False  # an epoch that they read has not come to its end
 
     def __iter__(self) -> Iterator[list[int]]:
         self._compare_ranks()
+        if self._is_under_way:
+            raise PlanError(
+                "a loop over a DataLoader with workers was left before the end of its epoch, and its workers have read "
+                "samples that were not trained; go back to them before the next loop: "
+                "sampler.load_state_dict(sampler.state_dict(updates=...)), with the number of updates that were trained"
+            )
+        self._positions = self._positions.copy()  # a copy of this sampler goes its own way
         for start, stop in self._spans():
+            self._positions.append(Position(self._positions[-1].updates + 1, self._consumed, self._seen))
+            self._is_read_ahead = self._is_under_way = is_asked_by_workers()
             yield self.share(self._ids(start, stop))
+        self._is_under_way = False
 
     def __len__(self) -> int:
         """Return the number of updates that the next iteration yields."""
@@ -144,13 +171,34 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         ids = np.asarray(samples, dtype=np.int64)
         return ids[self._ranks_of(ids) == self._dp_rank].tolist()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, updates: int | None = None) -> dict[str, Any]:
         """Return the position in the stream of samples, independent of the number of ranks.
 
-        It counts the samples handed out. Workers of a DataLoader run ahead of the training.
+        Args:
+            updates: Updates of the run that were trained, such as `Learner.step`; of a run that was resumed, with those
+                before. Each is one share that this sampler has yielded. None: all that it has yielded, which is right
+                where nothing reads ahead of the training.
+
+        Raises:
+            PlanError: ``updates`` that were not yielded, and no number where workers of a DataLoader have read ahead.
         """
-        seen = {"seen": list(self._seen)} if callable(self._given) else {}
-        return {"samples": self._consumed, "num_samples": self._epoch_size, "seed": self._seed, **seen}
+        if updates is None and self._is_read_ahead:
+            raise PlanError(
+                "workers of a DataLoader have read samples ahead of the training, and the state would leave them out; "
+                "say how many updates were trained: state_dict(updates=learner.step), or a count of your own"
+            )
+        position = Position(self._positions[-1].updates, self._consumed, self._seen)
+        if updates is not None:
+            first, last = self._positions[0].updates, position.updates
+            if not first <= require_count("updates", updates, least=0) <= last:
+                raise PlanError(
+                    f"updates is {updates} and this sampler has yielded those up to {last} (it knows back to {first}); "
+                    "give the number of updates of the run that were trained"
+                )
+            position = self._positions[updates - first]
+        seen = {"seen": list(position.seen)} if callable(self._given) else {}
+        counts = {"updates": position.updates, "samples": position.samples}
+        return {**counts, "num_samples": self._epoch_size, "seed": self._seed, **seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at ``state``. Raises `PlanError` for a state of another data set or seed."""
@@ -167,6 +215,8 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             )
         self._consumed = int(state["samples"])
         self._seen = Consumed(*state.get("seen", ()))
+        self._positions = deque([Position(int(state.get("updates", 0)), self._consumed, self._seen)], MAX_POSITIONS)
+        self._is_read_ahead = self._is_under_way = False
 
     @property
     def _size(self) -> int:

@@ -323,9 +323,9 @@ def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
             yield leaf
 
 
-def graph_nodes(totals: Sequence[Tensor]) -> list[Any]:
-    """Return every node that the totals depend on."""
-    return list(_graph(totals))
+def graph_nodes(totals: Sequence[Tensor]) -> Generator[Any]:
+    """Yield every node that the totals depend on."""
+    yield from _graph(totals)
 
 
 def find_functions(totals: Sequence[Tensor]) -> list[Any]:

@@ -190,7 +190,7 @@ def classes_under_a_mask(user: User) -> None:
 def dropout_and_random_state(user: User) -> None:
     """What compares weights draws nothing: the same masks as without."""
     model, samples = nn.Sequential(tagger(), nn.Dropout(0.5)), ragged()
-    states = []
+    states: list[dict[str, Tensor]] = []
     for counted in (COUNTED["weigh"], by_weigh):
         model.zero_grad()
         torch.manual_seed(7)

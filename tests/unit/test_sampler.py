@@ -302,3 +302,73 @@ def test_a_state_of_a_function_goes_on_with_a_number():
 def walked_by(number: int) -> list[list[int]]:
     sampler = UpdateSampler(LENGTHS, global_batch_size=lambda seen: 3 + seen.updates)
     return [update for update, _ in zip(sampler, range(number), strict=False)]
+
+
+def test_a_state_with_workers_is_what_was_trained():
+    """Workers read ahead of the training: without the number of updates the state is refused, and with it exact."""
+    sampler = UpdateSampler(LENGTHS, global_batch_size=3)
+    trained: list[int] = []
+    loader = DataLoader(range(len(LENGTHS)), batch_sampler=sampler, collate_fn=list, num_workers=2)
+    for step, batch in enumerate(loader, 1):
+        trained += batch
+        if step == 2:
+            break
+    with pytest.raises(PlanError, match="updates="):
+        sampler.state_dict()
+    with pytest.raises(PlanError, match="updates="):
+        next(iter(sampler))  # the samples that were read ahead would be lost
+    state = sampler.state_dict(updates=2)
+    for resumed in (UpdateSampler(LENGTHS, global_batch_size=3), sampler):
+        resumed.load_state_dict(state)
+        assert sorted(trained + [sample for update in resumed for sample in update]) == list(range(len(LENGTHS)))
+
+
+def test_an_epoch_of_workers_that_has_ended_goes_on_with_the_next():
+    sampler = UpdateSampler(LENGTHS, global_batch_size=8)
+    loader = DataLoader(range(len(LENGTHS)), batch_sampler=sampler, collate_fn=list, num_workers=1)
+    trained = [batch for _ in range(2) for batch in loader]
+    assert [sorted(batch) for batch in trained] == [
+        update for epoch in whole(2, global_batch_size=8) for update in epoch
+    ]
+    assert sampler.state_dict(updates=6)["samples"] == 2 * len(LENGTHS)
+
+
+@given(settings_of, st.booleans(), st.integers(0, 9), st.integers(1, 4), st.integers(1, 3))
+@settings(max_examples=60)
+def test_a_state_of_any_update_is_that_of_its_moment(given_settings, is_told, num_trained, num_ahead, dp_degree):
+    """Read ahead, of an epoch or two, and resumed twice: the states are those of a sampler that is not read ahead."""
+    if is_told:
+        given_settings = given_settings | {"global_batch_size": lambda seen: 2 + seen.updates % 3}
+    slow, ahead = UpdateSampler(LENGTHS, **given_settings), UpdateSampler(LENGTHS, **given_settings)
+
+    def handed_out(sampler: UpdateSampler, number: int) -> None:
+        while number:
+            for _ in sampler:
+                number -= 1
+                if not number:
+                    break
+
+    for trained in (num_trained, num_trained + 1):
+        handed_out(slow, trained)
+        handed_out(ahead, trained + num_ahead)
+        state = ahead.state_dict(updates=slow.state_dict()["updates"])
+        expected = [sorted(update) for update in slow]
+        shares = [
+            UpdateSampler(LENGTHS, **given_settings, dp_rank=rank, dp_degree=dp_degree) for rank in range(dp_degree)
+        ]
+        for each in (*shares, slow, ahead):
+            each.load_state_dict(state)
+        resumed = [sorted(sum(parts, [])) for parts in zip(*map(list, shares), strict=True)]
+        assert resumed == expected or not expected
+
+
+@pytest.mark.parametrize("updates", [-1, 4, 2.0, True])
+def test_a_number_of_updates_that_cannot_be(updates):
+    sampler = UpdateSampler(LENGTHS, global_batch_size=3)
+    for _ in zip(range(3), sampler, strict=False):
+        pass
+    with pytest.raises(PlanError, match="updates"):
+        sampler.state_dict(updates=updates)
+    sampler.load_state_dict(sampler.state_dict(updates=2))
+    with pytest.raises(PlanError, match="updates"):
+        sampler.state_dict(updates=1)

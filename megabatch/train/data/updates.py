@@ -214,7 +214,7 @@ class Shares(Dataset[Delivery]):
 
     def start(self) -> State:
         """Return the state before the first update."""
-        return {"updates": 0, **self._sampler.state_dict()}
+        return self._sampler.state_dict()
 
     def check(self, state: State) -> None:
         """Raise `PlanError` where a state is of other data or another seed."""
@@ -240,7 +240,7 @@ class Shares(Dataset[Delivery]):
         while number < self._num_updates:
             for ids in sampler:
                 number += 1
-                yield ids, {"updates": number, **sampler.state_dict()}
+                yield ids, sampler.state_dict(updates=number)
                 if number == self._num_updates:
                     return
 

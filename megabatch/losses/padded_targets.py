@@ -6,18 +6,17 @@ of other arithmetic whose weight does not count padding is not seen through; `ve
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megabatch.batching.samples import Microbatch, Samples
 from megabatch.errors import LossContractError
-from megabatch.losses.contract import WEIGHT_TOLERANCE, Term, Weigh, counted_weights, differentiable
+from megabatch.losses.contract import WEIGHT_TOLERANCE, Weigh, counted_weights
 from megabatch.planning.plan import Plan
 from megabatch.torch_private import CROSS_ENTROPIES, DIFFERENCES, reduction_of, targets_of
-from megabatch.wrappers.gradients import graph_nodes
 
 MAX_COMPARED = 8  # samples
 
@@ -50,18 +49,18 @@ def check_weights(samples: Samples, plan: Plan, weigh: Weigh) -> bool:
     return True
 
 
-def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, terms: Mapping[str, Term]) -> None:
+def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, nodes: Iterable[Any]) -> None:
     """Raise `LossContractError` if a loss of torch counts a padded position, here or in the backward.
 
     Args:
         lengths: Of each sample of the microbatch, by padded key.
         microbatch: The tensors that the loss was given, on its device.
-        terms: What the loss returned, with the graphs of the totals.
+        nodes: The nodes of the totals' graph.
     """
     padded = {name: each for name, each in lengths.items() if isinstance(microbatch.get(name), Tensor)}
     if not padded:
         return
-    for node in graph_nodes([terms[name].total for name in differentiable(terms)]):
+    for node in nodes:
         if node.name() not in CROSS_ENTROPIES + DIFFERENCES:
             continue
         targets, are_counted, ignored = targets_of(node)
