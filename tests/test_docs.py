@@ -34,6 +34,7 @@ READ = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ("RE
 NOT_RUN = {  # page → the mark of its blocks that are not run here, and who runs them
     "docs/parallelism.md": ("ranks", "needs two processes; tests/comm/test_document.py runs it on two"),
     "docs/tutorial.md": ("ranks", "needs two processes; tests/test_tiny.py runs it on two"),
+    "docs/checkpoints.md": ("ranks", "needs two processes; tests/comm/test_resumed.py stops and resumes it on two"),
     "docs/coming-from.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
     "docs/integrations.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
 }

@@ -1,5 +1,6 @@
 """UpdateSampler: the samples of an update follow from (seed, epoch, position) alone."""
 
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -358,7 +359,7 @@ def test_a_state_of_any_update_is_that_of_its_moment(given_settings, is_told, nu
         ]
         for each in (*shares, slow, ahead):
             each.load_state_dict(state)
-        resumed = [sorted(sum(parts, [])) for parts in zip(*map(list, shares), strict=True)]
+        resumed = [sorted(itertools.chain(*parts)) for parts in zip(*map(list, shares), strict=True)]
         assert resumed == expected or not expected
 
 
