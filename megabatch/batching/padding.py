@@ -28,6 +28,7 @@ from megabatch.batching.samples import (
     Microbatch,
     gather_columns,
     is_label,
+    join_rows,
     stack_padded,
     without_labels,
 )
@@ -40,6 +41,7 @@ POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")  # k
 # Keys in transformers' configs of models that send tokens to experts, which may count them by the mask.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
+PATCHES_BY_GRID = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # as Qwen-VL has them
 DECODER = "decoder_"  # of inputs of a decoder, whose tokens see no padding on their right
 MASKS = re.compile(r"(^|_)(mask|masks|position_ids|token_type_ids)(_|$)")  # keys that are no input by themselves
 Form = tuple[int, int, bool]
@@ -75,7 +77,9 @@ class Padding:
       that looks for its pad token, as the decoders that classify do, gets no other.
     - An ``attention_mask`` [B, T] is made where samples have none and the model needs it: one that takes a mask and is
       not known to be causal. A causal model with experts gets it where lengths are unequal, and none beside
-      ``position_ids``: with a mask transformers no longer keeps packed documents apart.
+      ``position_ids``: with a mask transformers no longer keeps packed documents apart. Tokens under X_input_ids get an
+      X_attention_mask.
+    - Image patches ``pixel_values`` [patches, D] beside ``image_grid_thw`` are concatenated, as Qwen-VL wants them.
     - Labels are padded with -100, everything else with 0; see `pad_right`.
 
     Args:
@@ -96,7 +100,7 @@ class Padding:
         for name, fill in (fills or {}).items():
             if isinstance(fill, bool) or not isinstance(cast(object, fill), int | float):
                 raise PlanError(f"padding= says {fill!r} for {name!r}; expected a number")
-        self._fills = dict(fills or {})
+        self.fills = dict(fills or {})
         self._called = list(models)
         self._models = [inner for model in self._called if hasattr(inner := with_config(model), "config")]
         self._lengths = WeakTensorKeyDictionary()  # padded tensor of a microbatch -> lengths of its samples
@@ -113,15 +117,19 @@ class Padding:
             filler = without_labels(samples[-1])
             samples, length = [*samples, *[filler] * (shape[0] - len(samples))], shape[1]
         columns = gather_columns(samples)
-        for name in self._fills:
+        for name in self.fills:
             if name not in columns:
                 raise PlanError(f"padding= names {name!r} and the samples have the keys {list(samples[0])}")
-        ragged = {name for name, values in columns.items() if len(set(map(SHAPE, values))) > 1}
+        joined = _joined_keys(columns)
+        ragged = {name for name, values in columns.items() if len(set(map(SHAPE, values))) > 1} - joined
         if length is not None:
             ragged.update(_stretched(columns, length))
         made: dict[str, Tensor] = {}
         for name, values in columns.items():
-            fill = self._fills.get(name)
+            if name in joined:
+                made[name] = join_rows(name, values)
+                continue
+            fill = self.fills.get(name)
             if name in ragged and _holds_tokens(name):
                 if self._looks_for_pads:
                     self._check_fill(name, fill)
@@ -237,7 +245,7 @@ class Padding:
         try:
             yield
         except IndexError as error:
-            labels = [name for name in self._running.lengths if is_label(name) and name not in self._fills]
+            labels = [name for name in self._running.lengths if is_label(name) and name not in self.fills]
             if not labels or str(error) != f"Target {IGNORED_LABEL} is out of bounds.":
                 raise
             raise LossContractError(
@@ -293,7 +301,7 @@ class Padding:
             text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None
             named = (getattr(each, "pad_token_id", None) for each in (config, text))  # a model without one has None, -1
             found.update([token for token in named if isinstance(token, int) and token >= 0][:1])
-        if len(found) > 1 and IDS not in self._fills:
+        if len(found) > 1 and IDS not in self.fills:
             raise PlanError(
                 f"the models have the pad tokens {sorted(found)}, and samples are padded for all; say "
                 'padding={"input_ids": ...}'
@@ -364,6 +372,16 @@ class Padding:
         configs = [getattr(with_config(each), "config", None) for each in self._models]
         stated = [getattr(each, name, None) for each in configs for name in POSITION_LIMITS]
         return min((size for size in (self.num_positions, *stated) if isinstance(size, int) and size > 0), default=None)
+
+
+def _joined_keys(columns: Mapping[str, list[Tensor]]) -> set[str]:
+    """Return the keys of image patches [patches, D] and their grids, which models of transformers want in one row."""
+    found: set[str] = set()
+    for grid, patches in PATCHES_BY_GRID.items():
+        if grid in columns and patches in columns and columns[patches][0].ndim == 2:
+            found.add(patches)
+            found.update([grid] if columns[grid][0].ndim == 2 else [])
+    return found
 
 
 class RunningMicrobatch(NamedTuple):

@@ -11,7 +11,7 @@ import re
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from numbers import Real
 from operator import attrgetter, itemgetter
@@ -34,7 +34,7 @@ Length = Callable[[Any], int]
 IGNORED_LABEL = -100
 """The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
 KEPT_BYTES = 2**28  # of a deferred batch: 256 MiB hold the tokens of any update of text
-DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
+DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 # Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.
 OTHERS = ("attention_mask", "position_ids", "token_type_ids")
@@ -195,10 +195,22 @@ class Samples:
         """True for a list of samples in memory."""
         return self._rows is None and self.deferred is None
 
+    def kinds(self) -> list[Hashable] | None:
+        """Return the kind of each sample: its keys, and sizes that are not padded. None if all are of one kind.
+
+        Samples of one microbatch are of one kind. Kinds are not known of a batch that is loaded later, and of samples
+        that the user's collate function puts together.
+        """
+        if self._collate is not None or not self.is_list or _are_rows_of_tokens(self._list):
+            return None
+        padded = () if self._pad is None else self._pad.fills
+        kinds = [_kind_of(sample, padded) for sample in self._list]
+        return kinds if len(set(kinds)) > 1 else None
+
     def ragged_keys(self, indices: Sequence[int]) -> list[str]:
         """Return the keys of a list's samples that differ in shape, without tokens and masks."""
         samples = [self._list[index] for index in indices]
-        names = [name for name in samples[0] if not name.endswith(NOT_COUNTED)]
+        names = [name for name in samples[0].keys() if not name.endswith(NOT_COUNTED)]  # noqa: SIM118 - a TensorDict
         return [name for name in names if len({_shape_of(sample[name]) for sample in samples}) > 1]
 
     def column(self, name: str) -> list[Tensor]:
@@ -316,7 +328,7 @@ class Samples:
             return []
         if self._rows is not None:
             return [tuple(sorted(self._rows))] if len(self) else []
-        kinds = {tuple(sample) for sample in self._list if type(sample) is dict or isinstance(sample, Mapping)}
+        kinds = {tuple(sample.keys()) for sample in self._list if type(sample) is dict or isinstance(sample, Mapping)}
         return sorted({tuple(sorted(map(str, names))) for names in kinds})
 
     def fingerprint(self) -> int:
@@ -333,6 +345,8 @@ class Samples:
 class Pad(Protocol):
     """Pads samples into a microbatch, and checks a microbatch that was made otherwise."""
 
+    fills: Mapping[str, float]  # padding values that the user says, by key
+
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
 
     def check(self, microbatch: Microbatch) -> None: ...
@@ -346,9 +360,12 @@ def sample_length(sample: Any) -> int:
     This is the default ``length`` of a `GradientAccumulator`. Raises `PlanError` for a sample that is no mapping of
     tensors.
     """
-    if (type(sample) is not dict and not isinstance(sample, Mapping)) or not sample:  # isinstance alone is slow
+    if type(sample) is not dict and not isinstance(sample, Mapping):  # isinstance alone is slow
         raise _no_mapping(sample)
-    name, value = next(iter(cast(Mapping[str, Any], sample).items()))
+    # Mappings may have another truth value than that of their keys, as a TensorDict has.
+    name, value = next(iter(cast(Mapping[str, Any], sample).items()), ("", None))
+    if value is None and not name:
+        raise _no_mapping(sample)
     first = value if _is_dense(value) else to_dense_tensor(name, value)
     return first.size(0) if first.ndim else 1
 
@@ -379,9 +396,10 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
     """Return the tensors of each key, one per sample. Raises `PlanError` unless all samples have the same keys."""
-    names: Any = samples[0].keys() if isinstance(cast(Any, samples[0]), Mapping) else ()
+    samples = [sample if type(cast(Any, sample)) is dict else _as_dict(sample) for sample in samples]
+    names = samples[0].keys()
     for sample in samples:
-        if (type(cast(Any, sample)) is not dict and not isinstance(cast(Any, sample), Mapping)) or not sample:
+        if not sample:
             raise _no_mapping(sample)
         if sample.keys() != names:
             raise PlanError(f"samples of one batch have the keys {list(names)} and {list(sample)}; give all the same")
@@ -392,12 +410,63 @@ def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tenso
     }
 
 
+def _as_dict(sample: Any) -> dict[str, Any]:
+    if not isinstance(sample, Mapping):
+        raise _no_mapping(sample)
+    return dict(cast(Mapping[str, Any], sample).items())
+
+
+def _are_rows_of_tokens(samples: Sequence[Any]) -> bool:
+    """Return True if samples have the same keys, of numbers or rows of numbers, which is quickly found."""
+    try:
+        names = {tuple(sample) for sample in samples if type(sample) is dict}
+        if len(names) != 1 or not {dict}.issuperset(map(type, samples)):
+            return False
+        return all(max(map(NUM_DIMS, map(itemgetter(name), samples))) < 2 for name in names.pop())
+    except AttributeError:  # lists of numbers
+        return False
+
+
+def _kind_of(sample: Any, padded: Container[str]) -> Hashable:
+    """Return the keys of a sample and the sizes that are not padded: all but the first, and all of images."""
+    if not isinstance(sample, Mapping):
+        return None  # which is refused when it is collated
+    kind: list[Hashable] = []
+    for name, value in cast(Mapping[str, Any], sample).items():
+        shape = _shape_of(value)
+        is_image = len(shape) > 2 and name not in padded and _is_floating(value)
+        kind.append((str(name), len(shape), shape if is_image else shape[1:]))
+    return tuple(sorted(kind))
+
+
+def _is_floating(value: Any) -> bool:
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    dtype = getattr(value, "dtype", type(value))
+    return (
+        dtype.is_floating_point
+        if isinstance(dtype, torch.dtype)
+        else getattr(dtype, "kind", "") == "f" or dtype is float
+    )
+
+
+def join_rows(name: str, values: list[Tensor]) -> Tensor:
+    """Concatenate one key of samples in dim 0, [sum of lengths, ...]. Raises `PlanError` where their types differ."""
+    dtypes = set(map(DTYPE, values))
+    if len(dtypes) > 1:
+        raise PlanError(f"{name!r} has the types {sorted(map(str, dtypes))}; give one to all samples")
+    return torch.cat(values)
+
+
 def to_dense_tensor(name: str, value: Any) -> Tensor:
     """Return a value of a sample as a dense tensor."""
     try:
         made = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        raise PlanError(f"{name!r} of a sample is a {type(value).__name__}; expected a tensor, or numbers") from None
+        raise PlanError(
+            f"{name!r} of a sample is a {type(value).__name__}; expected a tensor, or numbers. For other samples say "
+            "collate= and length= of your own (length=lambda sample: 1 where none has a length)"
+        ) from None
     if made.layout != torch.strided or made.is_nested:
         raise _not_dense(f"{name!r} of a sample", made)
     return made
@@ -479,7 +548,8 @@ def has_padded_numbers(labels: Tensor) -> bool:
 
 def _no_mapping(sample: Any) -> PlanError:
     return PlanError(
-        f"a sample is {'empty' if sample == {} else f'a {type(sample).__name__}'}; expected a mapping of tensors. "
+        f"a sample is {'empty' if isinstance(sample, Mapping) else f'a {type(sample).__name__}'}; expected a mapping "
+        "of tensors. "
         "Give such mappings, or say collate= and length= of your own"
     )
 
@@ -493,6 +563,7 @@ def _not_dense(what: str, tensor: Tensor) -> PlanError:
 
 
 def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    batch = dict(batch.items())
     if not batch:
         raise PlanError(
             "the batch is a mapping without tensors; expected samples in dim 0 of each. For no samples give []"
@@ -506,7 +577,7 @@ def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     sizes = {name: len(value) for name, value in batch.items()}
     if len(set(sizes.values())) > 1:
         raise PlanError(f"the tensors of the batch differ in dim 0: {sizes}; expected one row per sample in each")
-    return dict(batch)
+    return batch
 
 
 def _take_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> dict[str, Tensor]:

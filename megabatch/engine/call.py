@@ -34,6 +34,7 @@ from megabatch.planning.plan import (
     Plan,
     check_lengths,
     pad_with_dummies,
+    plan_kinds,
     plan_share,
     priced,
     without_padding,
@@ -162,7 +163,12 @@ class MicrobatchPlanner:
             assert tokens is not None  # or the accumulator was not made
             plan = self.collate.plan(samples, tokens, cost)
         else:
-            plan = plan_share(lengths, rows, tokens, cost)
+            kinds = samples.kinds()
+            plan = (
+                plan_share(lengths, rows, tokens, cost)
+                if kinds is None
+                else plan_kinds(kinds, lengths, rows, tokens, cost)
+            )
         if isinstance(self.collate, OneRow):
             plan = without_padding(lengths, plan, tokens)
         sync, reason = self.choice

@@ -112,6 +112,11 @@ class SameBitsPlanner(MicrobatchPlanner):
     def plan(self, samples: Samples) -> Plan:
         lengths = samples.lengths
         check_lengths(lengths, self.max_microbatch_tokens)
+        if samples.kinds() is not None:
+            raise PlanError(
+                "same_bits=True and samples differ in their keys or in sizes that are not padded, and the sampler cuts "
+                "by length alone; give all samples the same keys and sizes, or leave same_bits out"
+            )
         sync, reason = self.choice
         plan = Plan(tuple(self._fill(lengths)), tuple(lengths), tuple(range(len(lengths))), sync, reason)
         return plan if self.cost is None else priced(plan, self.cost)

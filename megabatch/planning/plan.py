@@ -5,7 +5,7 @@ Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -258,6 +258,25 @@ def plan_share(
     price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
     microbatches = split(lengths, price.seconds, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens)
     return Plan(tuple(microbatches), tuple(lengths), tuple(range(len(lengths))))
+
+
+def plan_kinds(
+    kinds: Sequence[Hashable],
+    lengths: Sequence[int],
+    micro_batch_size: int | None,
+    max_microbatch_tokens: int | None,
+    cost: CostModel | None,
+) -> Plan:
+    """Split one rank's samples as `plan_share`, each kind by itself: no microbatch has samples of two kinds."""
+    members: dict[Hashable, list[int]] = {}
+    for sample, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(sample)
+    cut: list[tuple[int, ...]] = []
+    for samples in members.values():
+        part = plan_share([lengths[sample] for sample in samples], micro_batch_size, max_microbatch_tokens, cost)
+        cut += [tuple(samples[row] for row in rows) for rows in part.microbatches]
+    cut.sort(key=lambda rows: max(lengths[sample] for sample in rows), reverse=True)  # as without kinds
+    return Plan(tuple(cut), tuple(lengths), tuple(range(len(lengths))))
 
 
 def without_padding(lengths: Sequence[int], plan: Plan, max_microbatch_tokens: int | None) -> Plan:

@@ -96,6 +96,7 @@ CHAPTERS = (
     "inputs_prefix",
     "inputs_names",
     "inputs_targets",
+    "inputs_kinds",
 )  # the files that add rows
 ROWS: dict[str, Row] = {}
 

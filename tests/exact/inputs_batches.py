@@ -369,13 +369,6 @@ def none_in_the_batch_of_the_last_rank(user: User, variant: bool) -> None:
     user.update(regressor(), batch, losses.mse)
 
 
-@refused(PlanError, "keys", 1, 2, 3)
-def samples_with_other_keys(user: User) -> None:
-    samples = as_samples(numbers())
-    samples[4]["weights"] = torch.ones(1)
-    user.update(regressor(), user.part(samples), losses.mse)
-
-
 @refused(PlanError, "mapping", 1, 2, 3)
 def samples_as_pairs(user: User) -> None:
     """Samples of a torch Dataset."""
