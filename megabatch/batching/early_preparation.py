@@ -101,10 +101,11 @@ class EarlyPreparation:
 
 
 def _weighs_alike(prepared: Any, weigh: Callable[[Any], Any] | None) -> bool:
-    """Return True if the microbatch with the most weight has it still: ``weigh`` may read what has changed since."""
+    """Return True if every microbatch has its weight still: ``weigh`` may read what has changed since."""
     if weigh is None or not prepared.collated:
         return True
-    weights = [list(each.values()) for each in prepared.weights]
-    heaviest = max(range(len(weights)), key=lambda index: sum(weights[index]))
-    now = weigh(prepared.collated[heaviest])
-    return [float(each) for each in (now.values() if isinstance(now, Mapping) else [now])] == weights[heaviest]
+    for microbatch, weights in zip(prepared.collated, prepared.weights, strict=True):
+        now = weigh(microbatch)
+        if [float(each) for each in (now.values() if isinstance(now, Mapping) else [now])] != list(weights.values()):
+            return False
+    return True

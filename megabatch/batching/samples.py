@@ -33,6 +33,7 @@ Length = Callable[[Any], int]
 
 IGNORED_LABEL = -100
 """The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
+STOPPED = "raised StopIteration: an iterator in it has ended, and not the data; give next() a default"
 KEPT_BYTES = 2**28  # of a deferred batch: 256 MiB hold the tokens of any update of text
 DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
@@ -145,7 +146,10 @@ class Samples:
         elif self.deferred is not None:
             lengths = _given_lengths(self.deferred)
         else:
-            lengths = [int((length or sample_length)(sample)) for sample in self._list]
+            try:
+                lengths = [int((length or sample_length)(sample)) for sample in self._list]
+            except StopIteration as error:
+                raise PlanError(f"length {STOPPED}") from error
         if 0 in lengths and length is None and self.deferred is None:
             raise PlanError(
                 f"sample {lengths.index(0)} of the batch has length 0; leave it out, or give length= if it has tokens "
@@ -167,6 +171,20 @@ class Samples:
 
     def take(self, indices: Sequence[int]) -> Microbatch:
         """Collate the samples at ``indices``, on the device of the batch."""
+        try:
+            made = self._collate_rows(indices)
+            if self.shared:
+                lengths, shared = ([each[index] for index in indices] for each in (self.lengths, self.shared))
+                cast(Any, self._collate).lay_out(made, lengths, shared)
+            made = made if self._part is None else self._part(made)
+        except StopIteration as error:
+            raise PlanError(f"collate, or prepare= of the loss, {STOPPED}") from error
+        if self._room > 0:
+            self._keep_weighed(tuple(indices), made)
+        return made
+
+    def _collate_rows(self, indices: Sequence[int]) -> Microbatch:
+        """Collate samples, one thread at a time."""
         with self._loading:
             if self.shapes:
                 get = self._list.__getitem__ if self.deferred is None else self._load
@@ -182,12 +200,6 @@ class Samples:
                 self._pad.check(made)
             if self._pad is not None:
                 self.expect = self._pad.expect
-        if self.shared:
-            lengths, shared = ([each[index] for index in indices] for each in (self.lengths, self.shared))
-            cast(Any, self._collate).lay_out(made, lengths, shared)
-        made = made if self._part is None else self._part(made)
-        if self._room > 0:
-            self._keep_weighed(tuple(indices), made)
         return made
 
     @property
@@ -228,7 +240,10 @@ class Samples:
         assert self.deferred is not None
         if index in self._kept:
             return self._kept[index]
-        sample = self.deferred[index]
+        try:
+            sample = self.deferred[index]
+        except StopIteration as error:
+            raise PlanError(f"sample {index} of Deferred {STOPPED}") from error
         length = int((self._length or sample_length)(sample)) if self.deferred.measured else self.lengths[index]
         if length != self.lengths[index]:
             raise PlanError(

@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch.batching import context_parallel
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding, note_padding
-from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Samples
+from megabatch.batching.samples import STOPPED, Batch, Collate, Length, Microbatch, Samples
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.batching.tree import clone, each_leaf, memory_of, to_device
 from megabatch.engine import random_state
@@ -90,7 +90,7 @@ class PreparedBatch:
     ) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
         """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
         microbatch = self.samples.take(rows)
-        weighed = {} if weigh is None else counted_weights(weigh(microbatch))
+        weighed = {} if weigh is None else weights_of(weigh, microbatch)
         given = None if self.samples.deferred is None or weigh is None else self.samples.deferred.weights
         announced = weighed if given is None else counted_weights(sum(given[row] for row in rows))
         return microbatch, announced, weighed
@@ -99,7 +99,7 @@ class PreparedBatch:
         """Return the weights that ``weigh`` counts in a planned microbatch; `Deferred` may have announced others."""
         if self.samples.deferred is None or self.samples.deferred.weights is None:
             return self.weights[index]
-        weights = counted_weights(weigh(microbatch))
+        weights = weights_of(weigh, microbatch)
         if weights.keys() != {PAIR_NAME}:
             raise LossContractError(
                 f"weigh names the terms {sorted(weights)} but weights of Deferred have no name; "
@@ -259,6 +259,14 @@ class MicrobatchPlanner:
         check_weights_of_stretches(whole, hooks.weigh, self.ranks.context_degree)
 
 
+def weights_of(weigh: Weigh, microbatch: Microbatch) -> dict[str, float]:
+    """Return the weights that ``weigh`` counts in a microbatch, by term."""
+    try:
+        return counted_weights(weigh(microbatch))
+    except StopIteration as error:
+        raise LossContractError(f"weigh {STOPPED}") from error
+
+
 def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> PreparedBatch:
     """Collate and weigh the planned microbatches on the CPU. Keep no microbatch of a deferred batch."""
     if weigh is None:
@@ -272,7 +280,8 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
     if samples.deferred is None:
         is_own = samples.is_collated_by_user
         kept = _take_all(samples, plan) if is_own else tuple(map(samples.take, plan.microbatches))
-    weights = tuple(map(counted_weights, map(weigh, kept or map(samples.take, plan.microbatches))))  # keeps none
+    # A comprehension would hold a microbatch of a deferred batch while the next is loaded.
+    weights = tuple(map(partial(weights_of, weigh), kept or map(samples.take, plan.microbatches)))
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
@@ -557,7 +566,7 @@ def iterate_steps(
             if weigh is None:
                 announced = weighed = {}
             elif is_dummy:
-                announced = weighed = counted_weights(weigh(microbatch))
+                announced = weighed = weights_of(weigh, microbatch)
             else:
                 announced = prepared.weights[index]
                 weighed = announced if samples.deferred is None else prepared.count_again(index, microbatch, weigh)

@@ -222,7 +222,12 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     def _size(self) -> int:
         """Samples of the next update."""
         given = self._given
-        return require_count("global_batch_size", given(self._seen) if callable(given) else given)
+        try:
+            return require_count("global_batch_size", given(self._seen) if callable(given) else given)
+        except StopIteration as error:  # which would end the loop that asks for the next update
+            raise PlanError(
+                "global_batch_size raised StopIteration: an iterator in it has ended; give next() a default"
+            ) from error
 
     def _ranks_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the rank of each sample of an update."""

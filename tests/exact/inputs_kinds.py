@@ -1,6 +1,7 @@
 """Input mutations of containers and kinds: shapes and keys that differ in one batch, and batches of other classes."""
 
 import copy
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from megabatch import GradientAccumulator, LossContractError, PlanError, loss, losses
+from megabatch import LossContractError, MegabatchError, PlanError, loss, losses
+from megabatch.batching.samples import Deferred, pad_right
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.inputs import Sample, User, as_samples, mean_square, numbers, refused, regressor, right, squares
 from tests.exact.inputs_models import Branched
-from tests.exact.tiny import GPT2, tiny
+from tests.exact.tiny import tiny
 from tests.exact.wrappers import wrap
 
 # Shapes: only the first dim of text is padded, and no two shapes of images share a microbatch.
@@ -198,7 +200,8 @@ def patches_of_images_in_some_samples(user: User) -> None:
         user.update(model, user.part(samples), losses.next_token, micro_batch_size=4)
         total, count = torch.zeros((), dtype=torch.float64), 0
         for sample in samples:
-            batch = {name: value if name in ("pixel_values", "image_grid_thw") else value[None] for name, value in sample.items()}
+            patches = {name: sample[name] for name in ("pixel_values", "image_grid_thw") if name in sample}
+            batch = {name: value[None] for name, value in sample.items()} | patches
             targets = batch.pop("labels")[:, 1:]
             logits = reference(**batch, use_cache=False).logits[:, :-1]
             total = total + F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
@@ -262,7 +265,10 @@ class Table:
     __hash__ = None
 
 
-@refused(PlanError, "expected a mapping of tensors", 1, 2, array=numbers()["x"].numpy(), tensor=numbers()["x"], table=Table())
+NO_MAPPINGS = {"array": numbers()["x"].numpy(), "tensor": numbers()["x"], "table": Table()}
+
+
+@refused(PlanError, "expected a mapping of tensors", 1, 2, **NO_MAPPINGS)
 def sample_that_is_no_mapping(user: User, variant: Any) -> None:
     rows = [variant] * 8 if isinstance(variant, Table) else list(variant)
     user.update(regressor(), user.part(rows), losses.mse)
@@ -289,12 +295,16 @@ def annotations_with_a_length(user: User) -> None:
 
     @loss(weigh=len)
     def of_list(model: nn.Module, samples: list[Any]) -> tuple[Tensor, int]:
-        x, labels = (torch.stack(list(each)) for each in zip(*((s["x"], s["target"]["label"]) for s in samples), strict=True))
-        return squares(model, {"x": x, "labels": labels})
+        x = torch.stack([sample["x"] for sample in samples])
+        return squares(model, {"x": x, "labels": torch.stack([sample["target"]["label"] for sample in samples])})
 
     user.update(model, user.part(samples), of_list, collate=list, length=lambda sample: 1)
     mean_square(reference, batch)
     user.expect(model, reference)
+
+
+class Store:
+    """The tensors of a graph."""
 
 
 class Graph:
@@ -303,9 +313,6 @@ class Graph:
     __slots__ = ("store",)
 
     def __init__(self, samples: list[Sample], **others: Any) -> None:
-        class Store:
-            pass
-
         self.store = Store()
         self.store.x = torch.stack([sample["x"] for sample in samples])
         vars(self.store).update(others)
@@ -356,3 +363,81 @@ def head_behind_an_opaque_batch(user: User) -> None:
         return graph.store.head(model(graph.store.x)).square().sum(), len(graph.store.x)
 
     user.update(regressor(), user.part(as_samples(numbers())), past, collate=collate, length=lambda sample: 1)
+
+
+# Iterators that end in the user's functions: the end of an iterator is not the end of the data.
+
+
+def third_time(result: Any) -> Any:
+    """Gives ``result`` of an argument twice, and then asks an iterator that has ended."""
+    left = iter([0, 0])
+
+    def run(given: Any) -> Any:
+        next(left)
+        return result(given)
+
+    return run
+
+
+def _stopped(where: str) -> tuple[Any, dict[str, Any], Any]:
+    """A batch of a rank, options, and a loss, of which one asks an iterator that has ended."""
+    samples = as_samples(numbers())
+    stopping = {
+        "collate": (samples, {"collate": third_time(pad_right)}, losses.mse),
+        "uncounted_collate": (samples, {"collate": third_time(pad_right)}, squares),
+        "length": (samples, {"length": third_time(lambda sample: 1)}, losses.mse),
+        "deferred": (Deferred(third_time(samples.__getitem__), [4] * 8), {}, squares),
+        "weigh": (samples, {}, loss(weigh=third_time(lambda batch: len(batch["x"])))(lambda m, b: squares(m, b))),
+        "prepare": (
+            samples,
+            {},
+            loss(weigh=lambda batch: len(batch["x"]), prepare=third_time(dict))(lambda m, b: squares(m, b)),
+        ),
+    }
+    return stopping[where]
+
+
+@refused(MegabatchError, "StopIteration", 1, collate="collate", uncounted_collate="uncounted_collate", length="length",
+         deferred="deferred", weigh="weigh", prepare="prepare")  # fmt: skip
+def iterator_that_ends_in_a_function(user: User, variant: str) -> None:
+    batch, options, loss_fn = _stopped(variant)
+    user.update(regressor(), batch, loss_fn, **options)
+
+
+@refused(MegabatchError, "StopIteration", 2, collate="collate", weigh="weigh", length="length")
+def iterator_that_ends_on_one_rank(user: User, variant: str) -> None:
+    batch, options, loss_fn = _stopped(variant)
+    if user.rank == 1:
+        batch, options, loss_fn = (
+            as_samples(numbers()),
+            {"collate": pad_right} if "collate" in options else {},
+            losses.mse,
+        )
+    user.update(regressor(), batch, loss_fn, **options)
+
+
+@right(1, 2, 3)
+def weigh_that_reads_what_has_changed_since_prepare(user: User) -> None:
+    """A curriculum: the heaviest microbatch of the batch counts as before, and others do not."""
+    model, batch, lowest = regressor(), numbers() | {"level": torch.tensor([9, 9, 0, 9, 0, 0, 9, 9])}, [0]
+    reference, weighed = copy.deepcopy(model), list[int]()
+
+    def count(batch: Sample) -> Tensor:
+        weighed.append(lowest[0])
+        return (batch["level"] >= lowest[0]).sum()
+
+    @loss(weigh=count)
+    def of_level(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
+        chosen = batch["level"] >= lowest[0]
+        return ((model(batch["x"]) - batch["labels"])[chosen] ** 2).sum(), chosen.sum()
+
+    accumulator, mine = user.accumulator(model), user.rows(batch)
+    accumulator.prepare(mine, of_level)
+    while mine and len(weighed) < (len(mine["x"]) + 1) // 2:  # the thread is at work
+        time.sleep(0.001)
+    lowest[0] = 5
+    accumulator.forward_backward(mine, of_level)
+    accumulator.finalize()
+    chosen = batch["level"] >= 5
+    mean_square(reference, {name: batch[name][chosen] for name in ("x", "labels")})
+    user.expect(model, reference)
