@@ -107,6 +107,8 @@ def _find_padding(targets: Tensor, value: Tensor, lengths: Sequence[int]) -> Ten
     The targets may lack the first or the last columns of the key, as those of next tokens do.
     """
     num_rows, num_columns = value.shape[:2]
+    if num_rows != len(lengths):  # a part of a microbatch that did not fit in memory
+        return None
     columns, remainder = divmod(targets.numel() * num_columns, max(value.numel(), 1))
     if remainder or not 0 < columns <= num_columns:
         return None

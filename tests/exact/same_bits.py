@@ -106,11 +106,11 @@ def late(model: nn.Module, microbatch: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-@megabatch.loss(weigh=lambda microbatch: {"square": 0.1 * len(microbatch["x"]), "first": microbatch["x"].shape[1]})
+@megabatch.loss(weigh=lambda microbatch: {"square": 0.1 * len(microbatch["x"]), "first": 7 * len(microbatch["x"])})
 def several(model: nn.Module, microbatch: dict[str, Tensor]) -> dict[str, Any]:
     x = of_dtype(model, microbatch["x"])
     outputs = model(x, rare=x.shape[1] > 20)
-    return {"square": (outputs.square().sum(), 0.1 * len(x)), "first": (outputs[..., 0].sum(), x.shape[1])}
+    return {"square": (outputs.square().sum(), 0.1 * len(x)), "first": (outputs[..., 0].sum(), 7 * len(x))}
 
 
 def spread(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:

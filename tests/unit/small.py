@@ -1,5 +1,6 @@
 """A model of integers and samples for it: every partial sum is exact in float64, so equal means equal bits."""
 
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,9 +13,13 @@ IGNORED = -100
 
 
 def unseen(hook: Any) -> Any:
-    """A hook of a test that only looks, named as one of torch's own, which are let pass."""
-    hook.__module__ = "torch"
-    return hook
+    """A hook of a test that only looks, as if the code of FSDP had put it there, which is let pass."""
+
+    def look(*given: Any) -> Any:
+        return hook(*given)
+
+    home = {"__name__": "torch.distributed.fsdp.tests"}
+    return types.FunctionType(look.__code__, home, look.__name__, None, look.__closure__)
 
 
 def model_of_integers() -> nn.Module:
