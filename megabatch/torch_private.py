@@ -210,7 +210,7 @@ def home_of_hook(hook: Any) -> str:
         elif not isinstance(hook, types.FunctionType):
             return ""
         elif hook.__globals__.get("__name__") == "torch.utils._contextlib" and hasattr(hook, "__wrapped__"):
-            hook = hook.__wrapped__  # torch.no_grad() as a decorator
+            hook = vars(hook)["__wrapped__"]  # torch.no_grad() as a decorator
         else:
             return str(hook.__globals__.get("__name__"))
 

@@ -360,7 +360,7 @@ class Samples:
 class Pad(Protocol):
     """Pads samples into a microbatch, and checks a microbatch that was made otherwise."""
 
-    fills: Mapping[str, float]  # padding values that the user says, by key
+    fills: dict[str, float]  # padding values that the user says, by key
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
 
@@ -378,9 +378,10 @@ def sample_length(sample: Any) -> int:
     if type(sample) is not dict and not isinstance(sample, Mapping):  # isinstance alone is slow
         raise _no_mapping(sample)
     # Mappings may have another truth value than that of their keys, as a TensorDict has.
-    name, value = next(iter(cast(Mapping[str, Any], sample).items()), ("", None))
-    if value is None and not name:
+    first_item = next(iter(cast(Mapping[str, Any], sample).items()), None)
+    if first_item is None:
         raise _no_mapping(sample)
+    name, value = first_item
     first = value if _is_dense(value) else to_dense_tensor(name, value)
     return first.size(0) if first.ndim else 1
 
@@ -446,7 +447,7 @@ def _kind_of(sample: Any, padded: Container[str]) -> Hashable:
     """Return the keys of a sample and the sizes that are not padded: all but the first, and all of images."""
     if not isinstance(sample, Mapping):
         return None  # which is refused when it is collated
-    kind: list[Hashable] = []
+    kind: list[tuple[str, int, tuple[int, ...]]] = []
     for name, value in cast(Mapping[str, Any], sample).items():
         shape = _shape_of(value)
         is_image = len(shape) > 2 and name not in padded and _is_floating(value)

@@ -281,7 +281,15 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
         is_own = samples.is_collated_by_user
         kept = _take_all(samples, plan) if is_own else tuple(map(samples.take, plan.microbatches))
     # A comprehension would hold a microbatch of a deferred batch while the next is loaded.
-    weights = tuple(map(partial(weights_of, weigh), kept or map(samples.take, plan.microbatches)))
+    try:
+        weights = tuple(map(partial(weights_of, weigh), kept or map(samples.take, plan.microbatches)))
+    except KeyError as error:
+        if len(kinds := samples.keys()) < 2:
+            raise
+        raise PlanError(
+            f"weigh asks for {error} and samples of one batch have the keys {list(kinds[0])} and {list(kinds[1])}; "
+            "give it to all"
+        ) from error
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")

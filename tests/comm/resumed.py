@@ -1,4 +1,4 @@
-"""Runs docs/checkpoints.md: a run that was stopped and resumed, in another model of other weights, beside a whole one."""
+"""Runs docs/checkpoints.md: a run that was stopped and resumed, from other weights, beside a whole one."""
 
 from collections.abc import Callable
 from pathlib import Path
