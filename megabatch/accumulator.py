@@ -848,7 +848,8 @@ class GradientAccumulator:
             make = last.dummy if self._shapes is None else partial(self._dummy_in_shape, last)
             self._remembered.set(loss_fn, make)
             self._was_finite = True
-        ownership.release()  # gradients that a wrapper may free in its backward
+        # A wrapper may free gradients in its backward.
+        ownership.enter(looks_at_modules=tried is None)
         was_open = self._open is not None
         if self._open is None or not self._open.has_calls:  # other code may have run a backward since open()
             drop_gradients(wrapper.parameters)
@@ -875,7 +876,7 @@ class GradientAccumulator:
                     watching.enter_context(self._sharing.computing(self.model))
                 divides = takes_divisor(cast(Any, loss_fn)) if tried is None else tried
                 yield _Call(prepared, agreement, self._open, hooks, divides, is_new=tried is None)
-            ownership.leave()
+            ownership.leave(self._open.total_factor)
             self._running = False
             if prepared.parts:
                 self.last_plan = plan.in_parts(prepared.parts)

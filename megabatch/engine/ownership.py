@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from torch import Tensor, nn
 
 from megabatch.batching.tree import each_leaf
+from megabatch.engine.attached_tensors import AttachedTensors
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
 from megabatch.torch_private import count_writes, is_flat_parameter
@@ -101,9 +102,19 @@ class Ownership:
         self._scaling: set[type] = set()  # functions whose backward is known to use its gradient
         self._trying: Any = None  # the loss that this call checks; None if the check must be repeated
         self._passing: list[weakref.ref[Tensor]] = []  # unknown leaves; each must die with its microbatch's graph
+        self._attached = AttachedTensors(wrapper)
 
-    def leave(self) -> None:
-        """Record the state after a call. Raises `LossContractError` if the loss trains a tensor outside the model."""
+    def enter(self, *, looks_at_modules: bool) -> None:
+        """Forget the state after the last call, and note what other code has attached to the model."""
+        self.release()
+        self._attached.note(looks_at_modules=looks_at_modules)
+
+    def leave(self, total_factor: float = 1.0) -> None:
+        """Record the state after a call. Raises `LossContractError` if the loss trains a tensor outside the model.
+
+        ``total_factor`` is the factor of the totals that were differentiated.
+        """
+        self._attached.check(total_factor)
         if self._passing:
             self._check_passing()
         if self._trying is not None:

@@ -176,6 +176,7 @@ class OpenUpdate:
         self._counted = 0.0
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
         self._all_have_gradients = False
+        self.total_factor = 1.0  # by which the last total was multiplied before its backward
         self.is_continued = False  # restored from a state, without the counts that live outside of it
 
     @property
@@ -336,8 +337,11 @@ class OpenUpdate:
             self._check_terms(names, step)
         if any(terms[name].total.dtype == torch.float16 for name in names):
             refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
-        share = 0.0 if step.is_dummy else self._wrapper.loss_factor
-        parts = [terms[name].total * (share / (_weight_of(self._divisors, name) or 1.0)) for name in names]
+        factors = [self._wrapper.loss_factor / (_weight_of(self._divisors, name) or 1.0) for name in names]
+        self.total_factor = min(factors)
+        if step.is_dummy:
+            factors = [0.0] * len(names)
+        parts = [terms[name].total * factor for name, factor in zip(names, factors, strict=True)]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
     def add(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:

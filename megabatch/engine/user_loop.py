@@ -213,7 +213,8 @@ class UserLoop:
             raise MegabatchError("divided= changed within an update; give the same until finalize()")
         self._ownership.check()
         wrapper.check_unchanged()
-        self._ownership.release()  # gradients that a wrapper may free in its backward
+        # A wrapper may free gradients in its backward.
+        self._ownership.enter(looks_at_modules=not index)
         weight = request.weight
         if weight.kind is None and self._update_weight is not None:
             weight = LossWeight(SUM)  # as the first microbatch said
@@ -267,7 +268,7 @@ class UserLoop:
         if not self._all_have_gradients:  # only new gradients can share memory
             separate_gradients(self.wrapper.accumulating)
             self._all_have_gradients = all(each.grad is not None for each in self.wrapper.accumulating)
-        self._ownership.leave()
+        self._ownership.leave(self.opened.total_factor)
 
     def check_unmoved(self, where: str) -> None:
         """Raise `LossContractError` if gradients have changed since the microbatch began."""

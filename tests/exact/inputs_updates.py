@@ -13,7 +13,7 @@ from megabatch import (
     MegabatchError,
     losses,
 )
-from tests.exact.inputs import Sample, User, mean_square, numbers, refused, regressor, right
+from tests.exact.inputs import Sample, User, mean_square, numbers, refused, regressor, right, squares
 
 # What happens between two calls of one update.
 
@@ -201,6 +201,84 @@ def tensor_hook_that_comes_late(user: User) -> None:
     model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     accumulator.forward_backward(user.rows(numbers()), losses.mse)
     accumulator.finalize()
+
+
+def _keep_on_parameter(name: str, layer: nn.Linear, gradients: Tensor) -> None:
+    setattr(layer.weight, name, gradients)
+
+
+def _keep_in_a_list(name: str, layer: nn.Linear, gradients: Tensor) -> None:
+    vars(layer.weight).setdefault(name, []).append(gradients)
+
+
+def _keep_on_module(name: str, layer: nn.Linear, gradients: Tensor) -> None:
+    setattr(layer, name, gradients)
+
+
+KEPT = {
+    "grad_sample": (_keep_on_parameter, "grad_sample"),
+    "grad_batch": (_keep_on_parameter, "grad_batch"),
+    "batch_grad": (_keep_in_a_list, "batch_grad"),
+    "on_a_module": (_keep_on_module, "norms"),
+}
+
+
+def _with_gradients_of_samples(model: nn.Sequential, keep: Callable[..., None], name: str) -> nn.Sequential:
+    """As Opacus and BackPACK do it: hooks of a layer before its forward and after its backward."""
+    inputs: list[Tensor] = []
+    layer = model[0]
+
+    def after(layer: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        keep(name, layer, torch.einsum("ni,nj->nij", grad_output[0], inputs.pop()))
+
+    layer.register_forward_pre_hook(lambda layer, args: inputs.append(args[0].detach()))
+    layer.register_full_backward_hook(after)
+    return model
+
+
+@refused(MegabatchError, "without weigh=", 1, 2, 3, **KEPT)
+def gradients_of_samples_by_hooks(user: User, variant: tuple[Callable[..., None], str]) -> None:
+    model = _with_gradients_of_samples(regressor(), *variant)
+    user.update(model, user.rows(numbers()), losses.mse)
+
+
+@refused(MegabatchError, "without weigh=", 1, 2)
+def gradients_of_samples_in_a_loop_of_ones_own(user: User) -> None:
+    model = _with_gradients_of_samples(regressor(), *KEPT["grad_sample"])
+    accumulator, batch = user.accumulator(model), numbers()
+    with accumulator.microbatch(0, of=1, sum_over=8) as part:
+        part.scale((model(batch["x"]) - batch["labels"]).square().sum()).backward()
+
+
+@right(1)
+def gradients_of_samples_of_a_loss_without_weigh(user: User) -> None:
+    """No false refusal: the total is not divided before its backward."""
+    model, batch = regressor(), numbers()
+    reference = copy.deepcopy(model)
+    samples = copy.deepcopy(model)
+    _with_gradients_of_samples(model, *KEPT["batch_grad"])
+    user.update(model, batch, squares, micro_batch_size=8)
+    mean_square(reference, batch)
+    user.expect(model, reference)
+    for row in range(8):
+        samples.zero_grad()
+        (samples(batch["x"][[row]]) - batch["labels"][[row]]).square().sum().backward()
+        user.expect_equal({"sample": model[0].weight.batch_grad[0][row]}, {"sample": samples[0].weight.grad})
+
+
+@right(1, 2, 3)
+def backward_hooks_that_log(user: User) -> None:
+    """No false refusal: a hook keeps the norm of a layer's gradient as a number, and changes nothing."""
+    model, batch = regressor(), numbers()
+    reference = copy.deepcopy(model)
+
+    def log(layer: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        layer.norm = grad_output[0].norm()
+
+    model[0].register_full_backward_hook(log)
+    user.update(model, user.rows(batch), losses.mse)
+    mean_square(reference, batch)
+    user.expect(model, reference)
 
 
 @right(1, 2, 3)
