@@ -849,7 +849,7 @@ class GradientAccumulator:
             self._remembered.set(loss_fn, make)
             self._was_finite = True
         # A wrapper may free gradients in its backward.
-        ownership.enter(looks_at_modules=tried is None)
+        ownership.enter(is_new=tried is None)
         was_open = self._open is not None
         if self._open is None or not self._open.has_calls:  # other code may have run a backward since open()
             drop_gradients(wrapper.parameters)

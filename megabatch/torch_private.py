@@ -478,6 +478,25 @@ def is_in_backward() -> bool:
     return cast(Any, torch)._C._current_graph_task_id() != -1
 
 
+def backward_id() -> int:
+    """``torch._C._current_graph_task_id``: the number of the backward that this thread runs."""
+    return cast(Any, torch)._C._current_graph_task_id()
+
+
+def is_in_function_backward() -> bool:
+    """Return True inside the backward of a Python autograd function, as reentrant checkpointing begins another there."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    code = torch.autograd.function.BackwardCFunction.apply.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def without_subclasses() -> AbstractContextManager[object]:
+    """``torch._C.DisableTorchFunctionSubclass``: calls inside of ``__torch_function__`` are plain ones."""
+    return cast(Any, torch)._C.DisableTorchFunctionSubclass()
+
+
 def call_before_clip(function: Callable[[], None]) -> Callable[[], None]:
     """Call a function before ``clip_grad._clip_grads_with_norm_``, the half of clip_grad_norm_ that scales gradients.
 

@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from torch import Tensor, nn
 
 from megabatch.batching.tree import each_leaf
-from megabatch.engine.attached_tensors import AttachedTensors
+from megabatch.engine.guards.attached_tensors import AttachedTensors
+from megabatch.engine.guards.learning_modules import LearningModules
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
 from megabatch.torch_private import count_writes, is_flat_parameter
@@ -102,12 +103,17 @@ class Ownership:
         self._scaling: set[type] = set()  # functions whose backward is known to use its gradient
         self._trying: Any = None  # the loss that this call checks; None if the check must be repeated
         self._passing: list[weakref.ref[Tensor]] = []  # unknown leaves; each must die with its microbatch's graph
-        self._attached = AttachedTensors(wrapper)
+        self._attached, self._learning = AttachedTensors(wrapper), LearningModules(wrapper)
 
-    def enter(self, *, looks_at_modules: bool) -> None:
-        """Forget the state after the last call, and note what other code has attached to the model."""
+    def enter(self, *, is_new: bool) -> None:
+        """Forget the state after the last call, and note the state of the model before this one.
+
+        ``is_new`` is True for the first call of a loss.
+        """
         self.release()
-        self._attached.note(looks_at_modules=looks_at_modules)
+        self._attached.note(looks_at_modules=is_new)
+        if is_new:
+            self._learning.note()
 
     def leave(self, total_factor: float = 1.0) -> None:
         """Record the state after a call. Raises `LossContractError` if the loss trains a tensor outside the model.
@@ -115,6 +121,7 @@ class Ownership:
         ``total_factor`` is the factor of the totals that were differentiated.
         """
         self._attached.check(total_factor)
+        self._learning.check()
         if self._passing:
             self._check_passing()
         if self._trying is not None:
@@ -137,6 +144,7 @@ class Ownership:
     def release(self) -> None:
         """Forget the state after the last call."""
         self._left, self._trying, self._passing = None, None, []
+        self._learning.forget()
 
     def check(self) -> None:
         """Raise `MegabatchError` if gradients or parameters have changed since the last call."""

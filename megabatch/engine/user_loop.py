@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megabatch.engine.call import CallAgreement, MicrobatchStep, first_failure
+from megabatch.engine.guards.backward_count import BackwardCount
 from megabatch.engine.ownership import Ownership
 from megabatch.engine.update import OpenUpdate, Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_count
@@ -26,7 +27,9 @@ from megabatch.torch_private import (
     is_mean_cross_entropy,
     is_mean_reduction,
     last_divisor,
+    pytree,
     scaler_state,
+    without_subclasses,
 )
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import separate_gradients
@@ -162,6 +165,7 @@ class UserLoop:
         self._scaler: torch.amp.GradScaler | None = None
         self._scaler_state: tuple[Any, ...] = ()
         self._saw_float16 = False  # a forward of the microbatch that runs was under autocast to float16
+        self.backwards: BackwardCount  # of the microbatch that runs
         self._is_scaled: bool | None = None  # losses are scaled; None before the first
         self._is_seen = True  # every loss is known, so that the update's can be reported
         self._num_done = 0
@@ -214,13 +218,14 @@ class UserLoop:
         self._ownership.check()
         wrapper.check_unchanged()
         # A wrapper may free gradients in its backward.
-        self._ownership.enter(looks_at_modules=not index)
+        self._ownership.enter(is_new=index == 0)
         weight = request.weight
         if weight.kind is None and self._update_weight is not None:
             weight = LossWeight(SUM)  # as the first microbatch said
         self._writes, part = _writes(each.grad for each in wrapper.accumulating), LoopMicrobatch(self, index, weight)
         self._parameter_writes = _writes(wrapper.parameters)
         self._saw_float16, self.is_running = False, True
+        self.backwards = BackwardCount(wrapper)
         hooks = [each.register_forward_pre_hook(self._note_autocast) for each in wrapper.models]
         try:
             with wrapper.microbatch(self._policy, last=is_last):
@@ -234,6 +239,7 @@ class UserLoop:
                 self._check_backward(part)
         finally:
             self.is_running = False
+            self.backwards.close()
             for hook in hooks:
                 hook.remove()
         self._count()
@@ -251,6 +257,11 @@ class UserLoop:
             _check_seeds(where, part.seeds)
             if part.seeds[0].device.type != "cpu":  # else it is read
                 self.opened.compare_seed(part.seeds[0])
+        if self.backwards.number > 1 and not part.took_divisor:
+            raise MegabatchError(
+                f"{where} ran {self.backwards.number} backwards that add to the model's gradients; add the losses "
+                "before scale(), and run one backward"
+            )
         self._check_gradients(where, may_write_often=part.took_divisor)
         is_scaled = part.scaled or part.took_divisor
         if self._is_scaled not in (None, is_scaled):
@@ -455,8 +466,9 @@ class LoopMicrobatch:
         loop.opened.add(term, step)
         scaled = loop.multiply(scaled, scaler)
         scaled.register_hook(self._note_backward)
+        loop.backwards.watch()
         self.scaled = True
-        return scaled
+        return scaled.as_subclass(ScaledLoss)
 
     @property
     def divisor(self) -> float | Tensor:
@@ -480,6 +492,35 @@ class LoopMicrobatch:
 
     def _note_backward(self, seed: Tensor) -> None:
         self.seeds.append(seed)
+
+
+class ScaledLoss(Tensor):
+    """A scaled loss, and what is computed from it. Its backward refuses another loss that was added undivided."""
+
+    is_mixed = False  # another tensor that carries a gradient has entered
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward and args[0].is_mixed:
+            raise MegabatchError(
+                "another loss was added to what scale() returned, and it would not be divided; add the losses first, "
+                "and give their sum to scale()"
+            )
+        with without_subclasses():
+            result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.grad_fn is not None:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if any(tensor.requires_grad and getattr(tensor, "is_mixed", True) for tensor in tensors):
+                # An operation in place returns the scaled loss itself.
+                result = result if isinstance(result, ScaledLoss) else result.as_subclass(ScaledLoss)
+                result.is_mixed = True
+        return result
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.as_subclass(Tensor), format_spec)
 
 
 def _check_seeds(where: str, seeds: list[Tensor]) -> None:

@@ -68,6 +68,7 @@ class Wrapper:
     hands_over_in_backward = False  # each gradient is complete in ``p.grad`` as soon as it is reduced, during backward
     is_pipeline = False  # the microbatches of a call run together
     forwards_meet = False  # ranks wait for each other in every module that is called
+    writes_buffers = False  # the wrapper itself writes buffers in a forward
     replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
     shows_gathered = False  # the modules show other parameters for now, gathered from the shards
     may_pause = True  # between two calls, the whole gradient of an open update is in ``p.grad``

@@ -84,6 +84,10 @@ class DDPWrapper(Wrapper):
         self._is_preparing = False
 
     @property
+    def writes_buffers(self) -> bool:
+        return self.ddp.broadcast_buffers
+
+    @property
     def is_microbatch_local(self) -> bool:
         return not (self._is_reducing or self._is_preparing) and super().is_microbatch_local
 
@@ -132,7 +136,8 @@ class DDPWrapper(Wrapper):
             raise _stranding(
                 MegabatchError(
                     "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last "
-                    "microbatch; wrap with DistributedDataParallel(..., find_unused_parameters=True)"
+                    "microbatch, or backward(inputs=) left it out; wrap the model anew, which DDP needs after this, with "
+                    "DistributedDataParallel(..., find_unused_parameters=True)"
                 )
             ) from None
 

@@ -32,6 +32,7 @@ class MultiModelWrapper(Wrapper):
         self.norm_groups = first.norm_groups
         self.wrappers, self._frozen = list(wrappers), frozen
         self.replaces_gradients = any(each.replaces_gradients for each in wrappers)
+        self.writes_buffers = any(each.writes_buffers for each in wrappers)
         self.forwards_meet = any(each.forwards_meet for each in wrappers)
         self.models = [*(model for wrapper in wrappers for model in wrapper.models), *frozen]
         # Their buckets are launched in the order of the backward over all models.

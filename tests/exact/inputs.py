@@ -89,6 +89,7 @@ class Row:
 CHAPTERS = (
     "inputs_batches",
     "inputs_losses",
+    "inputs_loops",
     "inputs_updates",
     "inputs_models",
     "inputs_windows",

@@ -14,7 +14,6 @@ from megabatch.errors import LossContractError
 from megabatch.torch_private import count_writes, has_backward_hooks
 from megabatch.wrappers.base import Wrapper
 
-
 MEMBERS = ("_parameters", "_buffers", "_modules")  # attributes of a module with tensors that are its own
 
 

@@ -1,0 +1,1 @@
+"""Guards of a call: code of the user's that would make its gradient another one."""
