@@ -484,7 +484,7 @@ def backward_id() -> int:
 
 
 def is_in_function_backward() -> bool:
-    """Return True inside the backward of a Python autograd function, as reentrant checkpointing begins another there."""
+    """Return True inside the backward of a Python autograd function, where reentrant checkpointing begins another."""
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     code = torch.autograd.function.BackwardCFunction.apply.__code__
     while frame is not None and frame.f_code is not code:

@@ -136,8 +136,8 @@ class DDPWrapper(Wrapper):
             raise _stranding(
                 MegabatchError(
                     "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last "
-                    "microbatch, or backward(inputs=) left it out; wrap the model anew, which DDP needs after this, with "
-                    "DistributedDataParallel(..., find_unused_parameters=True)"
+                    "microbatch, or backward(inputs=) left it out; wrap the model anew, which DDP needs after this, "
+                    "with DistributedDataParallel(..., find_unused_parameters=True)"
                 )
             ) from None
 

@@ -55,9 +55,9 @@ class AttachedTensors:
                 continue
             kind = "parameter" if isinstance(holder, nn.Parameter) else type(holder).__name__
             raise LossContractError(
-                f"a hook left {name!r} of shape {tuple(tensor.shape)} on a {kind} while the backward ran, and megabatch "
-                f"had multiplied the loss by {total_factor:.4g}: gradients of samples are off by that factor; give a "
-                "loss without weigh=, and a model without DistributedDataParallel, or remove the hook"
+                f"a hook left {name!r} of shape {tuple(tensor.shape)} on a {kind} while the backward ran, where "
+                f"megabatch had multiplied the loss by {total_factor:.4g}: gradients of samples are off by that factor; "
+                "give a loss without weigh=, and a model without DistributedDataParallel, or remove the hook"
             )
 
     def _attachments(self) -> Iterator[Attachment]:

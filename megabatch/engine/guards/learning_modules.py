@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.engine.error_broadcast import rank_of_process
 from megabatch.losses.contract import REFUSES_MEANS
@@ -61,7 +62,8 @@ class LearningModules:
         self._num_calls += 1
         for index, model in enumerate(self._wrapper.models):
             place = f"model {index}'s " if len(self._wrapper.models) > 1 else ""
-            for name, module in model.named_modules():
+            inner = model.module if isinstance(model, DistributedDataParallel) else model
+            for name, module in inner.named_modules():
                 if module.training and not isinstance(module, HARMLESS):
                     path = ".".join(part for part in name.split(".") if part not in TRANSPARENT)
                     self._states.extend(self._states_of(place + repr(path), module))
