@@ -210,6 +210,8 @@ class GradientAccumulator:
             self._meter = CostMeter(self._wrapper, self._planner)
         # A rank that runs out of memory inside a collective must tell those that wait for it.
         self._error_broadcast = None if ranks.is_alone else ErrorBroadcast(ranks, self._wrapper.device)
+        if self._error_broadcast is not None:
+            ranks.position.accumulator = self._error_broadcast.number
         self._is_packed = isinstance(collate, OneRow)
         self._sharing = collate if isinstance(collate, SharedPrefix) else None
         if isinstance(collate, OneRow | SharedPrefix):
@@ -392,6 +394,7 @@ class GradientAccumulator:
             self._wrapper.check_unchanged()
         except MegabatchError as error:
             failure = error
+        self.ranks.position.verb = "open()"
         with self._guarded():
             told = agree_on_weights(self.ranks, weights, failure)
         if not all(each.is_integer() for each in told.values()):
@@ -499,6 +502,7 @@ class GradientAccumulator:
     ) -> Generator[tuple[PreparedBatch, Generator[MicrobatchStep]]]:
         """Surround the forwards of a call without a backward: prepare it, and agree on it with the other ranks."""
         wrapper, prepared, failure = self._wrapper, None, None
+        self.ranks.position.verb = f"{name}()"
         try:
             if self._running or (self._loop is not None and self._loop.is_running):
                 raise MegabatchError(
@@ -762,6 +766,7 @@ class GradientAccumulator:
         from megabatch.engine.user_loop import UserLoop, agree_on_loop
 
         wrapper, (sync, _) = self._wrapper, self._planner.choice
+        self.ranks.position.verb = "microbatch()"
         wrapper.reshard()  # as in `_open_call`
         try:
             wrapper.check_unchanged()
@@ -796,6 +801,8 @@ class GradientAccumulator:
         if self._running or self._is_lost or self._loop is not None:
             self._refuse_to_add()
         wrapper, ownership, order = self._wrapper, self._ownership, self._wrapper.collective_order
+        self.ranks.position.verb = "forward_backward()" if tunes else "microbatches()"
+        self.ranks.position.call += 1
         planner, prepared, failure = self._planner, None, None
         if wrapper.is_pipeline:
             planner = cast(Any, planner).with_lengths_of_all(batch)
@@ -979,7 +986,7 @@ class GradientAccumulator:
             MegabatchError: No update is open, or it was lost.
         """
         if self._is_lost:
-            self.discard()
+            self._drop()
             raise MegabatchError(f"{LOST}; give its samples again")
         if self._open is None or self._running:
             raise MegabatchError(
@@ -995,6 +1002,8 @@ class GradientAccumulator:
             raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
         if self._proof is not None:
             self._run_until_proved()
+        position = self.ranks.position
+        position.verb = "finalize()"
         # If other code took the gradient of one rank, every rank must learn it before it steps.
         opened, taken = self._open, None
         try:
@@ -1018,6 +1027,7 @@ class GradientAccumulator:
         # Gradients are rounded once, after the norm and the clip.
         self._wide.finish()
         self._was_finite, self._loop, self._calls = update.finite, None, []
+        position.update, position.call = position.update + 1, 0
         if self._meter is not None and (cost := self._meter.end_update()) != self._planner.cost:
             self._planner = replace(self._planner, cost=cost)  # which discards what prepare() has made
         return update
@@ -1040,7 +1050,7 @@ class GradientAccumulator:
         """Drop the open update and run its calls again. Return True if all sums have the same bits. Collective."""
         assert self._open is not None
         calls, told, is_held = self._calls, self._open.told, self._open.is_held
-        self.discard()
+        self._drop()
         if is_held:  # open() was called
             opened = self._begin()
             opened.told, opened.is_held = told, True
@@ -1098,7 +1108,7 @@ class GradientAccumulator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a saved update in place of the open one. Raises `PlanError` if its ranks or parameters differ."""
-        self.discard()
+        self._drop()
         if self._proof is not None:
             self._proof.load_units(state.get("units", []))
             return
@@ -1117,6 +1127,13 @@ class GradientAccumulator:
 
     def discard(self) -> None:
         """Drop the open update and its gradient, even in the middle of a call. Do nothing if no update is open."""
+        # Ranks whose update was lost have nothing left to discard, whether they call this or not.
+        if self._open is not None or any(parameter.grad is not None for parameter in self._wrapper.parameters):
+            self.ranks.position.num_discarded += 1
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop the open update, also one that was lost."""
         self._is_lost = False
         self._abandon()
 
@@ -1138,6 +1155,7 @@ class GradientAccumulator:
     def _abandon(self) -> None:
         """Drop the open update and its gradient: an update is never applied in part."""
         self._calls = []
+        self.ranks.position.call = 0
         self._open, self._step, self._before, self._given, self._running = None, None, None, None, False
         if self._loop is not None:
             self._loop.is_dropped, self._loop = True, None

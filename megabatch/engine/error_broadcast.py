@@ -52,7 +52,9 @@ class ErrorBroadcast:
         number = 0.0
         with contextlib.suppress(*STORE_FAILS):
             number = float(_store_of_process().add(NUMBER, 1))
-        (self._number,) = max(ranks.exchange_numbers([number]))  # the job has no other broadcast of this number
+        # The job has no other broadcast of this number.
+        (self._number,) = max(ranks.exchange_numbers([number]))
+        self.number = int(self._number)
 
     @contextlib.contextmanager
     def listening(self, body: str | None = None) -> Generator[None]:

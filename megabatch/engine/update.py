@@ -404,7 +404,8 @@ class OpenUpdate:
             raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
         names = [*own, *sorted(self._sums.keys() - self._differentiable)]
         rest = f"{own} {weight} {max_norm} {self._wrapper.collective_order.digest} {self.told} {self.is_held}"
-        rows = self._ranks.gather_on_device(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
+        rest += repr(self._ranks.position)  # which only the CPU compares by itself
+        rows = self._ranks.gather_report(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         if self.sums_over_ranks is not None:
             totals, weights = self.sums_over_ranks(names)

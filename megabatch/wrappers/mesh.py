@@ -1,6 +1,7 @@
 """Names of mesh axes, and the ranks that see different samples with the small messages between them."""
 
 import contextlib
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -11,13 +12,67 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch.errors import PlanError
+from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private import groups_of_process, num_begun
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")  # ranks along these see different samples
 CONTEXT_AXES = ("cp",)  # ranks along these see stretches of the same samples
 MODEL_AXES = ("tp", "pp", "ep")  # ranks along these share samples and hold parts of the model
 AXES = DATA_AXES + CONTEXT_AXES + MODEL_AXES
+
+VERBS = (
+    "no call", "forward_backward()", "finalize()", "forward()", "evaluate()", "open()", "microbatch()", "microbatches()",
+)  # fmt: skip
+HEADER_SIZE = 6
+MESSAGE_SIZE = 48  # numbers of a message, with its header; a longer one has the size of its numbers
+
+
+@dataclass
+class Position:
+    """The place of a rank among the calls of its accumulator. Each message between ranks begins with it.
+
+    Messages of the first exchange of a call have one size, so that ranks in different calls compare their positions
+    before a collective with other sizes begins.
+    """
+
+    accumulator: int = 0  # among those of the job
+    verb: str = VERBS[0]
+    update: int = 0  # closed updates
+    call: int = 0  # calls of forward_backward in the open update
+    num_discarded: int = 0
+
+    def header(self) -> list[float]:
+        """Return the position as numbers, with the rank of this process first."""
+        verb = VERBS.index(self.verb)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return [*map(float, (rank, self.accumulator, verb, self.update, self.call, self.num_discarded))]
+
+
+def check_positions(headers: Sequence[Sequence[float]]) -> None:
+    """Raise `MegabatchError` on all ranks if they are in different calls."""
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, *numbers in headers:
+        ranks.setdefault(tuple(map(int, numbers)), []).append(int(rank))
+    if len(ranks) == 1:
+        return
+    discards = {position[-1] for position in ranks}
+    accumulators = {position[0] for position in ranks}
+    places: list[str] = []
+    for (accumulator, verb, update, call, num_discarded), members in ranks.items():
+        names = f"rank {members[0]} is" if len(members) == 1 else f"ranks {', '.join(map(str, members))} are"
+        place = f"{names} in {VERBS[verb]} of update {update}"
+        if VERBS[verb] == "forward_backward()":
+            place = f"{names} in {VERBS[verb]}, call {call} of update {update}"
+        if len(accumulators) > 1:
+            place += f" of accumulator {accumulator}"
+        if len(discards) > 1:
+            place += f" after {num_discarded} discarded"
+        places.append(place)
+    error = MegabatchError(
+        f"{'; '.join(places)}; make the same calls of an accumulator on every rank, with [] where a rank has no samples"
+    )
+    error.loses_update = True
+    raise error
 
 
 def check_axes(mesh: DeviceMesh) -> None:
@@ -51,6 +106,7 @@ class DataRanks:
     context_groups: Sequence[dist.ProcessGroup] = ()
     tensor_groups: Sequence[dist.ProcessGroup] = ()
     pipeline_groups: Sequence[dist.ProcessGroup] = ()
+    position: Position = field(default_factory=Position)
     groups: list[dist.ProcessGroup] = field(init=False)  # gradients, totals and weights are summed over these
     degree: int = field(init=False)  # ranks that see different samples: dp_degree
     context_degree: int = field(init=False)  # stretches that each sequence is cut into
@@ -91,19 +147,38 @@ class DataRanks:
         return self.pipeline_groups[0] if self.pipeline_groups else None
 
     def exchange_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, a row for each. This takes one message between hosts."""
+        """Return every rank's numbers, a row for each. This takes one message between hosts.
+
+        Raises `MegabatchError` on all ranks if they are in different calls.
+        """
         if not self._cpu_groups:
             return [list(numbers)]
-        return _gather(torch.tensor([list(numbers)], dtype=torch.float64, device="cpu"), self._cpu_groups).tolist()
+        row = torch.tensor([numbers], dtype=torch.float64, device="cpu").reshape(1, -1)
+        return self._exchange(row, self._cpu_groups).tolist()
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Return every rank's object, in the order of the rows of `exchange_numbers`."""
         values = [value]
         for group in self._cpu_groups:
-            gathered: list[Any] = [None] * group.size()
-            dist.all_gather_object(gathered, values, group=group)
-            values = [each for part in gathered for each in part]
+            data = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
+            row = torch.tensor([[float(len(data))]], dtype=torch.float64, device="cpu")
+            sizes = [int(size) for (size,) in self._exchange(row, [group]).tolist()]
+            padded = torch.zeros(1, max(sizes), dtype=torch.uint8, device="cpu")
+            padded[0, : len(data)] = data
+            parts = _gather(padded, [group])
+            values = []
+            for part, size in zip(parts, sizes, strict=True):
+                values.extend(pickle.loads(part[:size].numpy().tobytes()))
         return values
+
+    def gather_report(self, numbers: Tensor) -> Tensor:
+        """Return the report of all ranks that see different targets at the end of an update: [n] -> [num_weighing, n].
+
+        This takes one message between devices. On the CPU it raises `MegabatchError` if ranks are in different calls.
+        """
+        if numbers.device.type != "cpu" or not self.groups:
+            return self.gather_on_device(numbers)
+        return self._exchange(numbers[None], self.groups)
 
     def gather_on_device(self, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks that see different targets: [n] -> [num_weighing, n].
@@ -111,6 +186,17 @@ class DataRanks:
         This takes one message between devices. The host does not wait.
         """
         return _gather(numbers[None], self.groups)
+
+    def _exchange(self, row: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+        """Return the rows of the ranks of ``groups``, compared by their positions: [1, n] -> [ranks, n]."""
+        size = row.shape[1]
+        rows = torch.zeros(1, max(MESSAGE_SIZE, HEADER_SIZE + size), dtype=torch.float64, device="cpu")
+        rows[0, :HEADER_SIZE] = torch.tensor(self.position.header(), dtype=torch.float64, device="cpu")
+        rows[0, HEADER_SIZE : HEADER_SIZE + size] = row
+        for group in groups:
+            rows = _gather(rows, [group])
+            check_positions(rows[:, :HEADER_SIZE].tolist())
+        return rows[:, HEADER_SIZE : HEADER_SIZE + size]
 
 
 def num_collectives() -> int | None:

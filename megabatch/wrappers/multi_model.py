@@ -30,6 +30,8 @@ class MultiModelWrapper(Wrapper):
             )
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups
+        for each in wrappers:
+            each.ranks.position = self.ranks.position
         self.wrappers, self._frozen = list(wrappers), frozen
         self.replaces_gradients = any(each.replaces_gradients for each in wrappers)
         self.writes_buffers = any(each.writes_buffers for each in wrappers)

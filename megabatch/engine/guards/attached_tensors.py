@@ -56,7 +56,7 @@ class AttachedTensors:
             kind = "parameter" if isinstance(holder, nn.Parameter) else type(holder).__name__
             raise LossContractError(
                 f"a hook left {name!r} of shape {tuple(tensor.shape)} on a {kind} while the backward ran, where "
-                f"megabatch had multiplied the loss by {total_factor:.4g}: gradients of samples are off by that factor; "
+                f"megabatch had multiplied the loss by {total_factor:.4g}: gradients of samples are off by that; "
                 "give a loss without weigh=, and a model without DistributedDataParallel, or remove the hook"
             )
 

@@ -1,0 +1,200 @@
+"""Ranks that make other calls are told so on all ranks, in one line that says which rank is where."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import GradientAccumulator, Learner, MegabatchError, losses
+from megabatch.wrappers.mesh import num_collectives
+from tests.exact.launch import of_ranks
+from tests.tiers import full_unless
+
+BATCH = {"x": torch.ones(3, 2), "labels": torch.ones(3, 1)}
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "fsdp2": fully_shard,
+}
+Act = Callable[[GradientAccumulator, bool], Any]  # of an accumulator, and whether this rank is the odd one
+
+
+def call(gradient: GradientAccumulator) -> Any:
+    return gradient.forward_backward(BATCH, losses.mse)
+
+
+def update(gradient: GradientAccumulator, num_calls: int = 1) -> Any:
+    for _ in range(num_calls):
+        call(gradient)
+    return gradient.finalize()
+
+
+def loop(gradient: GradientAccumulator) -> None:
+    with gradient.microbatch(0, of=1, sum_over=3) as part:
+        part.scale(losses.mse(gradient.model, BATCH)[0]).backward()
+
+
+def fewer_calls(gradient: GradientAccumulator, is_odd: bool) -> None:
+    update(gradient, 2 if is_odd else 3)
+
+
+def fewer_calls_after_open(gradient: GradientAccumulator, is_odd: bool) -> None:
+    gradient.open()
+    update(gradient, 2 if is_odd else 3)
+
+
+def evaluation_alone(gradient: GradientAccumulator, is_odd: bool) -> None:
+    call(gradient)
+    if is_odd:
+        gradient.evaluate(BATCH, losses.mse)
+    gradient.finalize()
+
+
+def outputs_alone(gradient: GradientAccumulator, is_odd: bool) -> None:
+    if is_odd:
+        gradient.forward(BATCH, lambda model, microbatch: model(microbatch["x"]))
+    update(gradient)
+
+
+def forgotten_finalize(gradient: GradientAccumulator, is_odd: bool) -> None:
+    call(gradient)
+    if not is_odd:
+        gradient.finalize()
+    update(gradient)
+
+
+def discarded_alone(gradient: GradientAccumulator, is_odd: bool) -> None:
+    update(gradient)
+    if is_odd:
+        gradient.discard()
+    update(gradient)
+
+
+def skipped_by_discard(gradient: GradientAccumulator, is_odd: bool) -> None:
+    for number in range(3):
+        call(gradient)
+        if is_odd and number == 1:
+            gradient.discard()
+        else:
+            gradient.finalize()
+
+
+def opened_alone(gradient: GradientAccumulator, is_odd: bool) -> None:
+    if is_odd:
+        gradient.open()
+    update(gradient)
+
+
+def loop_alone(gradient: GradientAccumulator, is_odd: bool) -> None:
+    if is_odd:
+        loop(gradient)
+    else:
+        call(gradient)
+    gradient.finalize()
+
+
+def caught_error(gradient: GradientAccumulator, is_odd: bool) -> None:
+    if not is_odd:
+        call(gradient)
+    update(gradient)
+
+
+def other_accumulator(gradient: GradientAccumulator, is_odd: bool) -> None:
+    second = GradientAccumulator(nn.Linear(2, 1), micro_batch_size=2)
+    update(second if is_odd else gradient)
+
+
+def learner_alone(gradient: GradientAccumulator, is_odd: bool) -> None:
+    learner = Learner(gradient.model, torch.optim.SGD(gradient.model.parameters(), lr=0.1), gradient)
+    learner.forward_backward(BATCH, losses.mse)
+    learner.optim_step()
+    if is_odd:
+        learner.forward_backward(BATCH, losses.mse)
+    learner.forward_backward(BATCH, losses.mse)
+    learner.optim_step()
+
+
+ACTS: dict[str, tuple[Act, tuple[str, ...]]] = {  # and parts of the line
+    "fewer calls": (fewer_calls, ("finalize() of update 0", "forward_backward(), call 3 of update 0")),
+    "fewer calls after open": (fewer_calls_after_open, ("finalize()", "call 3")),
+    "evaluation alone": (evaluation_alone, ("evaluate()", "finalize()")),
+    "outputs alone": (outputs_alone, ("forward()", "forward_backward(), call 1")),
+    "forgotten finalize": (forgotten_finalize, ("finalize() of update 0", "forward_backward(), call 2 of update 0")),
+    "discarded alone": (discarded_alone, ("after 1 discarded", "after 0 discarded")),
+    "skipped by discard": (skipped_by_discard, ("finalize() of update 1", "forward_backward(), call 1 of update 1")),
+    "opened alone": (opened_alone, ("open()", "forward_backward()")),
+    "loop alone": (loop_alone, ("microbatch()", "forward_backward()")),
+    "caught error": (caught_error, ("finalize()", "call 2")),
+    "other accumulator": (other_accumulator, ("of accumulator",)),
+    "learner alone": (learner_alone, ("finalize() of update 1", "forward_backward(), call 2 of update 1")),
+}
+JOBS = [f"{name}:{wrap}:{world}:" for wrap in WRAPS for name in ACTS for world in (2, 3)]
+
+
+def run_job(job: str) -> str:
+    """Return the error of this rank, or "nothing"."""
+    name, wrap, world, _ = job.split(":")
+    torch.manual_seed(0)
+    gradient = GradientAccumulator(WRAPS[wrap](nn.Linear(2, 1)), micro_batch_size=2)
+    try:
+        ACTS[name][0](gradient, dist.get_rank() == int(world) - 1)
+    except MegabatchError as error:
+        return str(error)
+    return "nothing"
+
+
+errors = of_ranks("tests.unit.test_positions:run_job", JOBS, group_timeout_seconds=20.0)
+
+
+@pytest.mark.parametrize("job", full_unless(JOBS, lambda number, job: "fsdp2:3" not in job))
+def test_all_ranks_say_which_rank_is_where(errors, job: str) -> None:
+    name, _, world, _ = job.split(":")
+    lines = errors(job)
+    assert len(set(lines)) == 1, lines
+    for words in ("rank 0 is", f"rank {int(world) - 1} is" if world == "2" else "ranks 0, 1 are", *ACTS[name][1]):
+        assert words in lines[0] or (world == "3" and words == "rank 0 is")
+
+
+def count_job(job: str) -> list[int]:
+    """Return the collectives of a call, of its finalize, and of an evaluation."""
+    wrap, *_ = job.split(":")
+    torch.manual_seed(0)
+    gradient, counts = GradientAccumulator(WRAPS[wrap](nn.Linear(2, 1)), micro_batch_size=3), []
+    update(gradient)
+    for act in (call, GradientAccumulator.finalize, lambda gradient: gradient.evaluate(BATCH, losses.mse)):
+        before = num_collectives()
+        act(gradient)
+        counts.append(num_collectives() - before)
+    return counts
+
+
+counts = of_ranks("tests.unit.test_positions:count_job", [f"{wrap}:2:" for wrap in WRAPS])
+# A group counts each message twice. A call begins with one, finalize has one, and an evaluation has both. The others
+# are the wrapper's: layouts and gradients of two parameters, buckets and their order, what FSDP2 gathers and reduces.
+EXPECTED = {"plain": [2, 8, 4], "ddp": [8, 2, 4], "fsdp2": [6, 2, 6]}
+
+
+@pytest.mark.parametrize("wrap", list(WRAPS))
+def test_positions_take_no_message_of_their_own(counts, wrap: str) -> None:
+    for found in counts(f"{wrap}:2:"):
+        assert found == EXPECTED[wrap]
+
+
+def share_job(job: str) -> list[Any]:
+    """Exchange objects of other sizes."""
+    gradient = GradientAccumulator(nn.Linear(2, 1), micro_batch_size=1)
+    value: dict[str, Tensor] = {"x": torch.arange(dist.get_rank() * 5)}
+    return [len(each["x"]) for each in gradient.ranks.exchange_objects(value)]
+
+
+shares = of_ranks("tests.unit.test_positions:share_job", ["objects:3:"])
+
+
+def test_objects_of_several_sizes_are_exchanged(shares) -> None:
+    for found in shares("objects:3:"):
+        assert found == [0, 5, 10]
