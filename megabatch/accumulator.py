@@ -29,7 +29,7 @@ from megabatch.engine.call import (
     iterate_steps,
     with_dummies,
 )
-from megabatch.engine.error_broadcast import ErrorBroadcast, is_out_of_memory, out_of_memory_error
+from megabatch.engine.error_broadcast import ErrorBroadcast, agreeing, is_out_of_memory, mark_known, out_of_memory_error
 from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
 from megabatch.engine.packing_check import check_packing, watched
@@ -315,8 +315,14 @@ class GradientAccumulator:
             batch: This rank's samples, as for `forward_backward`.
 
         Raises:
-            PlanError: An unusable batch, or a limit that is "auto" and not measured yet.
+            PlanError: An unusable batch, a limit that is "auto" and not measured yet, or shapes that are not chosen
+                yet.
         """
+        if self._shapes is not None and not self._shapes.is_settled:
+            raise PlanError(
+                "shapes= is given, and the first forward_backward() chooses the shapes from the lengths of all ranks; "
+                "call it before plan()"
+            )
         return self._planner.plan(self._planner.samples(batch))
 
     def tune(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
@@ -395,7 +401,7 @@ class GradientAccumulator:
         except MegabatchError as error:
             failure = error
         self.ranks.position.verb = "open()"
-        with self._guarded():
+        with self._guarded("open()"), agreeing():
             told = agree_on_weights(self.ranks, weights, failure)
         if not all(each.is_integer() for each in told.values()):
             self._refuse_same_bits(f"open() was told weights that are no whole numbers, {told}")
@@ -458,7 +464,10 @@ class GradientAccumulator:
         # No weight is counted: outputs are not divided.
         hooks = LossHooks(None, loss_hooks(fn).prepare)
         planner = self._planner if self._shapes is None else self._shapes.planner_of(self._planner, None)
-        with self._guarded(), self._open_forwards("forward", batch, hooks, plan, planner) as (prepared, steps):
+        with (
+            self._guarded("forward()"),
+            self._open_forwards("forward", batch, hooks, plan, planner) as (prepared, steps),
+        ):
             forwards = GraphOnDemand(self._wrapper)
             outputs = [(step.is_dummy, forwards.run(fn, self.model, step.microbatch)) for step in steps]
         return split_outputs([output for is_dummy, output in outputs if not is_dummy], prepared.plan, trim=trim)
@@ -486,12 +495,13 @@ class GradientAccumulator:
             raise PlanError("evaluate() needs a loss that sums over samples; this couples them, or takes the divisor")
         sums = self._new_update(self._wrapper)
         planner = self._planner if self._shapes is None else self._shapes.planner_of(self._planner, loss_fn)
-        with self._guarded():
+        with self._guarded("evaluate()"):
             with self._open_forwards("evaluate", batch, loss_hooks(loss_fn), None, planner) as (_, steps):
                 forwards = GraphOnDemand(self._wrapper)
                 for step in steps:
                     sums.add(terms_of(forwards.run(loss_fn, self.model, step.microbatch)), step)
-            update, _ = sums.close(None, None)
+            with agreeing():
+                update, _ = sums.close(None, None)
         if (problem := update.problem()) is not None:
             raise problem
         return update.terms
@@ -514,7 +524,8 @@ class GradientAccumulator:
             prepared = planner.prepare(batch, hooks, plan)
         except Exception as error:  # the user's collate may raise anything; the other ranks must know
             failure = error
-        agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
+        with agreeing():
+            agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
         assert prepared is not None  # else its failure was raised
         self.last_plan = with_dummies(prepared.plan, agreement.num_microbatches)
         # With trains=False the wrapper prepares no reduction, which would wait for a backward.
@@ -564,7 +575,10 @@ class GradientAccumulator:
             if chooses_shapes:  # by the limit
                 self._choose_shapes(batch, loss_fn)
         sums: dict[str, Term] = {}
-        with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan, tunes=True) as call:
+        with (
+            self._guarded("forward_backward()"),
+            self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan, tunes=True) as call,
+        ):
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
                 sums = self._run_together(loss_fn, call)
             else:
@@ -772,7 +786,8 @@ class GradientAccumulator:
             wrapper.check_unchanged()
         except MegabatchError as error:
             failure = failure or error
-        request, agreement = agree_on_loop(wrapper, request, failure)
+        with agreeing():
+            request, agreement = agree_on_loop(wrapper, request, failure)
         self._loop = UserLoop(wrapper, self._ownership, self._begin(), sync, request, agreement)
 
     def _check_can_loop(self, index: int) -> None:
@@ -827,9 +842,10 @@ class GradientAccumulator:
             tunes and self._tuner is not None and self._tuner.is_outgrown(self._planner, batch, prepared, self._open)
         )
         try:
-            agreement = agree_on_call(
-                wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn), is_outgrown=is_outgrown
-            )
+            with agreeing():
+                agreement = agree_on_call(
+                    wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn), is_outgrown=is_outgrown
+                )
         except MegabatchError as error:
             if error.loses_update:  # found on any rank: the gradients no longer belong to this update
                 self._open, self._is_lost = None, True
@@ -901,10 +917,13 @@ class GradientAccumulator:
         return not is_together and self._num_compared_calls < MAX_COMPARED_CALLS
 
     @contextlib.contextmanager
-    def _guarded(self) -> Generator[None]:
-        """Surround code that may run out of memory: raise a one-line error, on all ranks that wait for this one."""
+    def _guarded(self, verb: str | None = None) -> Generator[None]:
+        """Surround code that may fail while other ranks wait: they raise a one-line error, too.
+
+        Running out of memory is always told, and within a call, a ``verb``, any error.
+        """
         if self._error_broadcast is not None:
-            with self._error_broadcast.listening():
+            with self._error_broadcast.listening(verb):
                 yield
             return
         try:
@@ -1010,12 +1029,13 @@ class GradientAccumulator:
             self._ownership.check()
         except MegabatchError as error:
             opened.is_taken, taken = True, error  # opened.close() reports this to the other ranks
+            mark_known(error)
         self._open = None
         self._ownership.release()
         try:
             if self._loop is not None and self._error_broadcast is not None:
                 self._error_broadcast.check()
-            with self._guarded():
+            with self._guarded("finalize()"):
                 update = self._close(opened, weight, max_norm)
                 if self._loop is not None:
                     update = self._loop.report(update)
@@ -1062,7 +1082,8 @@ class GradientAccumulator:
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
         """Close an update: reduce its gradient, then apply the missing factor and the clip."""
-        update, factor = opened.close(weight, max_norm)
+        with agreeing():
+            update, factor = opened.close(weight, max_norm)
         parameters, groups = self._wrapper.parameters, self._wrapper.norm_groups
         # No weight on any rank: zeros would still let momentum and weight decay move the parameters.
         if isinstance(factor, float) and factor == 0.0:
@@ -1075,7 +1096,7 @@ class GradientAccumulator:
             scale = None if self._loop is None else self._loop.loss_scale  # a GradScaler has multiplied by it
             limit = max_norm if scale is None else max_norm * scale
             uncounted, exactly = self._wrapper.uncounted, self._same_bits
-            norm = clip_gradients(parameters, limit, factor, groups, exactly=exactly, uncounted=uncounted)
+            norm = clip_gradients(parameters, limit, factor, groups, exactly=exactly, uncounted=uncounted, scale=scale)
             return update.with_norm(norm if scale is None else norm / scale)
         # The only pass over gradients, for a weight that was not known before the backward.
         if factor is not None:

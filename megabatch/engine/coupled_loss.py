@@ -20,10 +20,11 @@ from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import to_device
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps, with_dummies
+from megabatch.engine.error_broadcast import agreeing, is_out_of_memory
 from megabatch.engine.random_state import RandomState
 from megabatch.engine.update import OpenUpdate
-from megabatch.errors import LossContractError, PlanError
-from megabatch.losses.contract import JointLoss, Term, differentiable, terms_of
+from megabatch.errors import LossContractError, PlanError, in_one_line
+from megabatch.losses.contract import JointLoss, Term, describe_missing_gradient, differentiable, terms_of
 from megabatch.torch_private import is_dtensor, pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import graph_leaves, separate_gradients
@@ -63,11 +64,15 @@ def keep_encoding(encoded: Any, random: RandomState) -> Encoded:
     return Encoded([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure, random)
 
 
-def report_encoding(ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut) -> list[EncodingReport]:
-    """Return the reports of all ranks, in the order of `DataRanks`. Raise a fault of one rank on all."""
-    fault = describe_fault(encodings, cut)
+def report_encoding(
+    ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut, failure: Exception | None = None
+) -> list[EncodingReport]:
+    """Return the reports of all ranks, in the order of `DataRanks`. Raise a fault or a failure of one rank on all."""
+    fault = describe_fault(encodings, cut) if failure is None else f"encode failed ({in_one_line(failure)})"
     kind = "" if fault else encodings[0].kind
     told: list[EncodingReport] = ranks.exchange_objects(EncodingReport(_world_rank(), sum(map(len, cut)), kind, fault))
+    if failure is not None:
+        raise failure
     for number, each in enumerate(told):
         where = f"data rank {number % ranks.degree}"
         if each.fault is not None:
@@ -201,8 +206,17 @@ def run_coupled_loss(
     if not cut:
         opened.count_call(agreement)
         return {}
-    encodings = _encode(call)
-    wholes, mine = gather_encodings(ranks, encodings, cut, report_encoding(ranks, encodings, cut))
+    encodings, failure = list[Encoded](), None
+    try:
+        encodings = _encode(call)
+    except Exception as error:
+        # Where forwards meet, the other ranks wait in one of them and not for a report.
+        if ranks.is_alone or wrapper.forwards_meet or wrapper.writes_buffers or is_out_of_memory(error):
+            raise
+        failure = error
+    with agreeing():
+        reports = report_encoding(ranks, encodings, cut, failure)
+    wholes, mine = gather_encodings(ranks, encodings, cut, reports)
     sums, gradients = _couple(call, wholes, encodings[0].structure)
     encoded_rows, sizes = [row for rows in cut for row in rows], [len(rows) for rows in cut]
     own = [None if each is None else in_order(each[mine], encoded_rows).split(sizes) for each in gradients]
@@ -296,7 +310,7 @@ def _differentiate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None],
     carrying = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
     if not carrying:
         raise LossContractError(
-            "no representation carries a gradient; compute them in encode from the model's output, undetached"
+            f"no representation carries a gradient, which encode gives; {describe_missing_gradient()}"
         )
     given = [gradient for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
     torch.autograd.backward(carrying, list(map(torch.zeros_like, carrying)) if step.is_dummy else given)

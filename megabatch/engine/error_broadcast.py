@@ -1,7 +1,7 @@
 """Broadcast of errors: a rank that others wait for sends them its error, and all raise it.
 
-It is used when memory runs out, when DDP waits for a gradient that never comes, and when the body of a user's own
-microbatch fails.
+It is used when memory runs out, when DDP waits for a gradient that never comes, and when a call or the body of a
+user's own microbatch fails on one rank.
 
 A collective that one rank has left half-way cannot be canceled, so the update is lost, and the processes too if one of
 them waits there. The message goes through the store with which the ranks started. The store's host may be gone or
@@ -19,9 +19,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
+from megabatch.errors import (
+    LossContractError,
+    MegabatchError,
+    MicrobatchLimit,
+    PlanError,
+    Shortage,
+    in_one_line,
+)
 from megabatch.torch_private import default_store, groups_of_process
-from megabatch.wrappers.mesh import DataRanks
+from megabatch.wrappers.mesh import DataRanks, PositionError
 
 NO_MEMORY = re.compile(  # where the type of an error does not say it
     r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"
@@ -31,6 +38,7 @@ NO_MEMORY = re.compile(  # where the type of an error does not say it
     re.IGNORECASE,
 )
 NUMBER, TOLD, HEARD = "megabatch: broadcasts", "megabatch: told", "megabatch: heard"  # keys of the store
+KINDS: dict[str, type[MegabatchError]] = {"loss": LossContractError, "plan": PlanError}  # others: MegabatchError
 STORE_FAILS = (RuntimeError, ValueError)  # it went away with the rank that held it, or with the process group
 SECONDS_TO_LOOK = 0.5  # from one look into the store to the next
 SECONDS_TO_ANSWER = 1.0  # which the store has
@@ -89,28 +97,43 @@ class ErrorBroadcast:
         """Return the reason why this rank must stop. Send it to the other ranks if this rank is the first to know."""
         if is_out_of_memory(error):
             error = out_of_memory_error(error, self._ranks)
-        if isinstance(error, MegabatchError) and (error.shortage is not None or error.strands_others):
+        if (
+            isinstance(error, MegabatchError)
+            and not is_known_to_all(error)
+            and (error.shortage is not None or error.strands_others)
+        ):
             if self._heard is None:
                 who = "" if error.shortage else f"{whoever_runs(self._ranks.num_all)}: "
                 self._tell(f"{who}{error}", error.shortage)
                 _abort()  # nothing of this process keeps the others then
             return error
-        is_own = body is not None and not is_of_message(error)
+        # Ranks are in different calls also after an error of one of them.
+        is_consequence = is_of_message(error) or isinstance(error, PositionError)
+        is_own = body is not None and not is_consequence
         if self._heard is None and answers and not is_own:
             self._in_a_thread(self._look, SECONDS_TO_ANSWER)
         if self._heard is not None and not is_own:
             return self._stop_with(self._heard)
         if is_own:  # of all ranks perhaps, which then go on
             if self._heard is None:
-                who = whoever_runs(self._ranks.num_all)
-                told = f"{who} failed in {body} ({in_one_line(error)}); mend that, and start the update again"
-                self._tell(told, None, is_of_body=True)
+                self._tell(self._describe(error, body or ""), None, kind=_kind_of(error))
             self._heard, self._num_survived = None, self._num_survived + 1
+            mark_known(error)
         return error
 
-    def _tell(self, text: str, shortage: Shortage | None, *, is_of_body: bool = False) -> None:
-        """Tell the others, and wait for as long as they may need to hear."""
-        told = json.dumps([text, shortage, is_of_body])
+    def _describe(self, error: Exception, body: str) -> str:
+        """Return the line for the other ranks about an error of this rank."""
+        who = whoever_runs(self._ranks.num_all)
+        if isinstance(error, MegabatchError):
+            return f"{who}: {error}"
+        return f"{who} failed in {body} ({in_one_line(error)}); mend that, and start the update again"
+
+    def _tell(self, text: str, shortage: Shortage | None, *, kind: str | None = None) -> None:
+        """Tell the others, and wait for as long as they may need to hear.
+
+        ``kind`` names the class of an error after which the program may go on.
+        """
+        told = json.dumps([text, shortage, kind])
         self._in_a_thread(lambda: self._send(told), SECONDS_TO_HEAR + SECONDS_TO_ANSWER)
 
     def _send(self, told: str) -> None:
@@ -141,10 +164,11 @@ class ErrorBroadcast:
         """Return the received message as an error. Abort collectives that wait on a device."""
         if self._device.type != "cpu":
             _abort()
-        text, shortage, is_of_body = json.loads(told)
-        if is_of_body:
+        text, shortage, kind = json.loads(told)
+        if kind is not None:
             self._heard, self._num_survived = None, self._num_survived + 1
-        heard = MegabatchError(text)
+        heard = KINDS.get(kind, MegabatchError)(text)
+        mark_known(heard)
         if shortage is not None:
             rank, samples, bound = shortage
             heard.shortage = Shortage(rank, tuple(samples), None if bound is None else MicrobatchLimit(*bound))
@@ -174,6 +198,32 @@ class ErrorBroadcast:
         if own is None:
             own = self._own = _store_of_process().clone()
         return own
+
+
+def mark_known(error: BaseException) -> None:
+    """Mark an error that every rank raises or has been told: nobody tells it again."""
+    with contextlib.suppress(AttributeError):  # a class with slots
+        cast(Any, error).is_known_to_all_ranks = True
+
+
+def is_known_to_all(error: BaseException) -> bool:
+    """Return True for an error that `mark_known` has marked."""
+    return getattr(error, "is_known_to_all_ranks", False)
+
+
+@contextlib.contextmanager
+def agreeing() -> Generator[None]:
+    """Surround an exchange between ranks whose outcome is an error on all of them, or on none."""
+    try:
+        yield
+    except Exception as error:
+        if not is_of_message(error) and not is_out_of_memory(error) and not isinstance(error, PositionError):
+            mark_known(error)
+        raise
+
+
+def _kind_of(error: Exception) -> str:
+    return next((name for name, kind in KINDS.items() if isinstance(error, kind)), "")
 
 
 @contextlib.contextmanager

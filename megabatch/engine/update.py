@@ -27,6 +27,7 @@ from megabatch.losses.contract import (
     LossFunction,
     Term,
     accumulation_dtype,
+    describe_missing_gradient,
     differentiable,
     takes_divisor,
     terms_of,
@@ -467,9 +468,7 @@ class OpenUpdate:
     def _check_terms(self, names: list[str], step: MicrobatchStep) -> None:
         """Raise `LossContractError` unless each differentiable term has a weight of its own."""
         if not names:
-            raise LossContractError(
-                "no total of the loss carries a gradient; compute one from the model's output, undetached"
-            )
+            raise LossContractError(f"no total of the loss carries a gradient; {describe_missing_gradient()}")
         several = sorted(self._differentiable)
         if self.told:
             self._check_told(names, several, step)

@@ -20,7 +20,15 @@ from megabatch.engine.guards.backward_count import BackwardCount
 from megabatch.engine.ownership import Ownership
 from megabatch.engine.update import OpenUpdate, Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_count
-from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, JointLoss, Term, accumulation_dtype, terms_of
+from megabatch.losses.contract import (
+    PAIR_NAME,
+    WEIGHT_TOLERANCE,
+    JointLoss,
+    Term,
+    accumulation_dtype,
+    describe_missing_gradient,
+    terms_of,
+)
 from megabatch.torch_private import (
     count_writes,
     cross_entropy_weight,
@@ -453,7 +461,7 @@ class LoopMicrobatch:
             raise LossContractError(f"{where} is not said to be a sum, a mean or divided; {SAY}")
         loss = terms_of((loss, 0.0))[PAIR_NAME].total
         if not loss.requires_grad:
-            raise LossContractError(f"{where} carries no gradient; compute it from the model's output, undetached")
+            raise LossContractError(f"{where} carries no gradient; {describe_missing_gradient()}")
         if loop.drops(self.weight):
             value = 0.0
             self.weight = LossWeight(kind, value)

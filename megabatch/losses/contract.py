@@ -236,6 +236,15 @@ def differentiable(terms: Mapping[str, Term]) -> list[str]:
     return [name for name, term in terms.items() if term.total.requires_grad]
 
 
+def describe_missing_gradient() -> str:
+    """Return why a total may carry no gradient, and what to change."""
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode() is on around the call; leave it out"
+    if not torch.is_grad_enabled():
+        return "torch.no_grad() or set_grad_enabled(False) is on around the call; leave it out"
+    return "compute one from the model's output, undetached"
+
+
 def counted_weights(weight: Any, source: str = "what weigh counts") -> dict[str, float]:
     """Return the result of ``weigh`` for one microbatch as numbers by term name."""
     if isinstance(weight, Mapping):

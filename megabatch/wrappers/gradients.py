@@ -274,19 +274,21 @@ def clip_gradients(
     *,
     exactly: bool = False,
     uncounted: Sequence[nn.Parameter] = (),
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass. Return the norm before the clip.
 
     Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` and ``uncounted`` as in `total_norm`.
-    ``exactly`` takes `exact_norm`.
+    ``exactly`` takes `exact_norm`. ``scale`` is a factor of the gradients and of ``max_norm``, by a GradScaler.
     """
+    epsilon = CLIP_EPSILON if scale is None else CLIP_EPSILON * scale
     # The factor is applied to the norm instead of the gradients, which saves a pass.
     norm = exact_norm(parameters) if exactly else total_norm(parameters, groups, uncounted)
     if factor is None:
-        coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
+        coefficient = torch.clamp(max_norm / (norm + epsilon), max=1.0)
     else:
         norm = norm * factor
-        coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0) * factor
+        coefficient = torch.clamp(max_norm / (norm + epsilon), max=1.0) * factor
     scale_gradients(parameters, coefficient)
     return norm
 

@@ -21,10 +21,17 @@ MODEL_AXES = ("tp", "pp", "ep")  # ranks along these share samples and hold part
 AXES = DATA_AXES + CONTEXT_AXES + MODEL_AXES
 
 VERBS = (
-    "no call", "forward_backward()", "finalize()", "forward()", "evaluate()", "open()", "microbatch()", "microbatches()",
+    "no call", "forward_backward()", "finalize()", "forward()", "evaluate()", "open()", "microbatch()",
+    "microbatches()",
 )  # fmt: skip
 HEADER_SIZE = 6
 MESSAGE_SIZE = 48  # numbers of a message, with its header; a longer one has the size of its numbers
+
+
+class PositionError(MegabatchError):
+    """Ranks are in different calls, perhaps since one of them has failed before."""
+
+    loses_update = True
 
 
 @dataclass
@@ -49,7 +56,7 @@ class Position:
 
 
 def check_positions(headers: Sequence[Sequence[float]]) -> None:
-    """Raise `MegabatchError` on all ranks if they are in different calls."""
+    """Raise `PositionError` on all ranks if they are in different calls."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, *numbers in headers:
         ranks.setdefault(tuple(map(int, numbers)), []).append(int(rank))
@@ -68,11 +75,9 @@ def check_positions(headers: Sequence[Sequence[float]]) -> None:
         if len(discards) > 1:
             place += f" after {num_discarded} discarded"
         places.append(place)
-    error = MegabatchError(
+    raise PositionError(
         f"{'; '.join(places)}; make the same calls of an accumulator on every rank, with [] where a rank has no samples"
     )
-    error.loses_update = True
-    raise error
 
 
 def check_axes(mesh: DeviceMesh) -> None:

@@ -1,5 +1,6 @@
 """Ranks that make other calls are told so on all ranks, in one line that says which rank is where."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, Learner, MegabatchError, losses
+from megabatch import GradientAccumulator, JointLoss, Learner, MegabatchError, losses
 from megabatch.wrappers.mesh import num_collectives
 from tests.exact.launch import of_ranks
 from tests.tiers import full_unless
@@ -158,6 +159,76 @@ def test_all_ranks_say_which_rank_is_where(errors, job: str) -> None:
     assert len(set(lines)) == 1, lines
     for words in ("rank 0 is", f"rank {int(world) - 1} is" if world == "2" else "ranks 0, 1 are", *ACTS[name][1]):
         assert words in lines[0] or (world == "3" and words == "rank 0 is")
+
+
+def _loss(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    return (model(microbatch["x"]) - microbatch["labels"]).square().sum(), len(microbatch["x"])
+
+
+def mean_on_one_rank(model: nn.Module, microbatch: Any) -> Any:
+    total, weight = _loss(model, microbatch)
+    return total / weight if dist.get_rank() else (total, weight)
+
+
+def error_on_one_rank(model: nn.Module, microbatch: Any) -> Any:
+    if dist.get_rank():
+        raise ArithmeticError("a bad sample")
+    return _loss(model, microbatch)
+
+
+def encode_on_one_rank(model: nn.Module, microbatch: Any) -> Tensor:
+    if dist.get_rank():
+        raise ArithmeticError("a bad sample")
+    return model(microbatch["x"])
+
+
+def weight_on_one_rank(model: nn.Module, microbatch: Any) -> Any:
+    total, weight = _loss(model, microbatch)
+    return total, -weight if dist.get_rank() else weight
+
+
+joint_on_one_rank = JointLoss(encode_on_one_rank, lambda output: (output.square().sum(), len(output)))
+TOLD: dict[str, tuple[Act, str, str]] = {  # what fails on rank 1, and the kinds of error there and on rank 0
+    "mean": (lambda gradient, _: _finish(gradient, mean_on_one_rank), "LossContractError", "LossContractError"),
+    "weight": (lambda gradient, _: _finish(gradient, weight_on_one_rank), "LossContractError", "LossContractError"),
+    "loss": (lambda gradient, _: _finish(gradient, error_on_one_rank), "ArithmeticError", "MegabatchError"),
+    "encode": (lambda gradient, _: _finish(gradient, joint_on_one_rank), "ArithmeticError", "LossContractError"),
+    "evaluate": (
+        lambda gradient, _: gradient.evaluate(BATCH, error_on_one_rank), "ArithmeticError", "MegabatchError",
+    ),
+}  # fmt: skip
+
+
+def _finish(gradient: GradientAccumulator, loss_fn: Any) -> None:
+    gradient.forward_backward(BATCH, loss_fn)
+    gradient.finalize()
+
+
+def told_job(job: str) -> list[str]:
+    """Return the kind and the text of this rank's error. The rank that has failed makes its next call."""
+    name, *_ = job.split(":")
+    torch.manual_seed(0)
+    gradient = GradientAccumulator(nn.Linear(2, 1), micro_batch_size=2)
+    try:
+        TOLD[name][0](gradient, False)
+    except Exception as raised:
+        error = raised
+    if dist.get_rank() or name == "encode":
+        with contextlib.suppress(MegabatchError):
+            update(gradient)
+    return [type(error).__name__, str(error)]
+
+
+told = of_ranks("tests.unit.test_positions:told_job", [f"{name}:2:" for name in TOLD], group_timeout_seconds=20.0)
+
+
+@pytest.mark.parametrize("name", list(TOLD))
+def test_an_error_of_one_rank_is_told_to_all(told, name: str) -> None:
+    heard, raised = told(f"{name}:2:")
+    assert [raised[0], heard[0]] == [*TOLD[name][1:]]
+    assert "rank 1 of 2" in heard[1]
+    assert raised[1] in heard[1]
+    assert len(heard[1].splitlines()) == 1
 
 
 def count_job(job: str) -> list[int]:
