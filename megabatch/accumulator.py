@@ -315,14 +315,8 @@ class GradientAccumulator:
             batch: This rank's samples, as for `forward_backward`.
 
         Raises:
-            PlanError: An unusable batch, a limit that is "auto" and not measured yet, or shapes that are not chosen
-                yet.
+            PlanError: An unusable batch, or a limit that is "auto" and not measured yet.
         """
-        if self._shapes is not None and not self._shapes.is_settled:
-            raise PlanError(
-                "shapes= is given, and the first forward_backward() chooses the shapes from the lengths of all ranks; "
-                "call it before plan()"
-            )
         return self._planner.plan(self._planner.samples(batch))
 
     def tune(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:

@@ -1,6 +1,7 @@
 """Input mutations of losses: a backward of their own, trained tensors outside of the model, odd totals."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from megabatch import LossContractError, loss, losses
+from megabatch import JointLoss, LossContractError, MegabatchError, loss, losses
 from tests.exact.inputs import Sample, User, mean_square, numbers, refused, regressor, right, squares
 from tests.exact.wrappers import wrap
 
@@ -351,3 +352,39 @@ def clamped_gradient_of_an_activation(user: User) -> None:
     user.update(model, user.rows(batch), losses.mse)
     mean_square(reference, batch)
     user.expect(model, reference)
+
+
+AMBIENT = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "off": lambda: torch.set_grad_enabled(False),
+}
+
+
+@refused(MegabatchError, "is on around the call; leave it out", 1, 2, 3, **AMBIENT)
+def gradients_switched_off_around_a_call(user: User, variant: Callable[[], Any]) -> None:
+    accumulator = user.accumulator(regressor())
+    with variant():
+        accumulator.forward_backward(user.rows(numbers()), losses.mse)
+    accumulator.finalize()
+
+
+@refused(MegabatchError, "is on around the call; leave it out", 1, 2, **AMBIENT)
+def gradients_switched_off_around_a_loop(user: User, variant: Callable[[], Any]) -> None:
+    model = regressor()
+    accumulator = user.accumulator(model)
+    with variant(), accumulator.microbatch(0, of=1, sum_over=8) as part:
+        part.scale(model(numbers()["x"]).sum()).backward()
+
+
+@refused(MegabatchError, "encode failed (ValueError: one sample)", 2, 3)
+def encode_that_fails_on_one_rank(user: User) -> None:
+    def encode(model: Any, batch: Sample) -> Tensor:
+        if user.rank == 0:
+            raise ValueError("one sample")
+        return model(batch["x"])
+
+    try:
+        user.update(regressor(), user.rows(numbers()), JointLoss(encode, lambda rows: (rows.square().sum(), len(rows))))
+    except ValueError as error:
+        raise MegabatchError(f"encode failed (ValueError: {error})") from error

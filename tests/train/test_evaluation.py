@@ -26,7 +26,7 @@ from megabatch.train.callbacks.evaluation import (
 )
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.runtime.plugins import Event
-from tests.exact.launch import Run, launch_all
+from tests.exact.launch import Run, launch, launch_all, values
 from tests.train.contexts import ALONE, SILENT
 from tests.train.jobs import CPU, CUTS, SETS, Tiny, lay, squares
 from tests.unit.failures.table import line_of
@@ -103,6 +103,13 @@ def test_any_cut_on_any_ranks_is_the_plain_count(tmp_path: Path) -> None:
             rows = [rank.get("value", rank) for rank in ranks]
             assert rows == [expected_row(name)] * world, f"{name} on {world}"
             assert all(row == rows[0] for row in rows), "the same bits on every rank"
+
+
+def test_a_rank_that_has_fewer_samples_counts_no_dummy(tmp_path: Path) -> None:
+    """11 samples, one by one, on two ranks."""
+    names = ["next_token plain many one", "squares plain many one"]
+    for name, ranks in launch(2, "tests.train.jobs:evaluation_job", names, tmp_path).items():
+        assert list(values(ranks)) == [expected_row(name)] * 2
 
 
 def row(terms: Any, samples: str = "many", model: nn.Module | None = None, cut: str = "three") -> dict[str, Any]:

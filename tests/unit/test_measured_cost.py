@@ -19,6 +19,7 @@ from megabatch.autotune import cost_meter
 from megabatch.autotune.cost_meter import CostMeter
 from megabatch.batching import OneRow
 from megabatch.planning.limits import TimedMicrobatch, cost_in_use
+from megabatch.planning.plan import Plan
 from tests.unit.failures.table import weighed_squares
 
 LAUNCH, TOKEN = 0.02, 0.0005  # seconds
@@ -155,6 +156,34 @@ def test_a_state_has_the_cost_and_measuring_goes_on() -> None:
     given = GradientAccumulator(slow(0, 0), max_microbatch_tokens=CAP)
     given.load_state_dict(state)
     assert given.cost is None, "nothing is measured here"
+
+
+def timed_shapes(seconds: tuple[float, ...], sync: str = "every", parts: Any = None, again: Any = None) -> Any:
+    """Return what a meter keeps of three microbatches of a wrapper whose ranks may wait, by the tokens of each."""
+    ranks = SimpleNamespace(num_all=2, degree=2, is_alone=False)
+    wrapper: Any = SimpleNamespace(device=torch.device("cpu"), ranks=ranks)
+    planner: Any = SimpleNamespace(is_auto=False, collate=None)
+    plan = Plan(((0,), (1,), (2,)), (4, 16, 40), (0, 1, 2), sync, "")
+    prepared: Any = SimpleNamespace(plan=plan, parts=parts or {})
+    meter = CostMeter(wrapper, planner)
+    for times in (seconds, again or ()):
+        steps: Any = (SimpleNamespace(index=index) for index in range(len(times)))
+        for step in meter.time_steps(steps, prepared):
+            clock[0] += times[step.index]
+    return {tokens: pytest.approx(kept) for (_, tokens), kept in meter._seconds.items()}
+
+
+def test_a_meter_keeps_the_least_time_of_a_shape() -> None:
+    assert timed_shapes((1.0, 2.0, 3.0), again=(9.0, 1.5, 9.0)) == {4: 1.0, 16: 1.5, 40: 3.0}
+
+
+def test_a_microbatch_that_ran_again_in_parts_is_not_timed() -> None:
+    assert timed_shapes((1.0, 2.0, 3.0), parts={1: [(1,)]}) == {4: 1.0, 40: 3.0}
+
+
+@pytest.mark.parametrize("sync", ["last", "replica_last"])
+def test_the_microbatch_that_waits_for_other_ranks_is_not_timed(sync: str) -> None:
+    assert timed_shapes((1.0, 2.0, 30.0), sync) == {4: 1.0, 16: 2.0}
 
 
 # The fit

@@ -86,6 +86,12 @@ def test_every_sample_runs_once_within_the_limit_on_every_rank(ranks, limit, sch
             assert rows * longest <= (max_tokens or rows * longest)
 
 
+@pytest.mark.parametrize("limits", [((6, None), (2, None)), ((None, 60), (None, 20))])
+def test_the_smallest_limit_of_the_ranks_counts(limits):
+    steps = choose_steps([tell([10] * 12, limit) for limit in limits], int, 1.0)
+    assert [(each.num_microbatches, each.rows) for each in steps] == [(6, 2)]
+
+
 def test_equal_lengths_are_one_step():
     for limit in ((2, None), (None, 100)):
         (step,) = choose_steps([tell([7] * 9, limit), tell([7] * 5, limit)], int, 3.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megabatch import GradientAccumulator, Update, loss
+from megabatch import GradientAccumulator, LossContractError, Update, loss
 from tests.unit.small import count, expected, gradients, model_of_integers, same_bits, samples, squares, weighed
 
 TARGETS = [3, 1, 0, 5, 2, 4, 1, *[0] * 9]  # 16 of them in 16 samples
@@ -115,3 +115,15 @@ def test_calls_that_count_a_term_by_its_name_and_without_one_add_up(first):
     update = gradient.finalize()
     assert float(update.weight) == 16
     assert same_bits(gradients(model), gradients(whole))
+
+
+@pytest.mark.parametrize("error", [1e-2, 1e-4, -1e-2, 0.0, 1e-9])
+def test_told_weights_are_compared_to_a_millionth(error):
+    gradient = GradientAccumulator(model_of_integers(), micro_batch_size=3)
+    gradient.open(weights=16 * (1 + error))
+    gradient.forward_backward(BATCH, squares)
+    if abs(error) > 1e-6:
+        with pytest.raises(LossContractError, match=r"was told the weight .* returned 16"):
+            gradient.finalize()
+    else:
+        assert gradient.finalize().finite

@@ -60,7 +60,7 @@ def test_finalize_clips_what_a_grad_scaler_multiplied(gradient, max_norm: float)
     run(gradient, scaler)
     assert gradient.finalize(max_norm=max_norm).grad_norm == norm
     for found, each in zip(small.gradients(model), scaled_by(2.0**16, expected), strict=True):
-        assert found is each is None or torch.allclose(found, each, rtol=1e-6 if max_norm < 1 else 0, atol=0)
+        assert found is each is None or torch.allclose(found, each, rtol=1e-15, atol=0)
 
 
 def test_an_infinite_gradient_is_left_to_the_scaler(gradient) -> None:

@@ -234,7 +234,7 @@ FAILURES = {
     ),
     "two backwards of a scaled loss": Failure(f"{FIRST} … 2 backwards", lambda: loop(after(twice)), MegabatchError),
     "two backwards in a loop of one's own": Failure(
-        "microbatch 0 of 3 ran 2 backwards", lambda: loop(own_twice, indices=range(3), of=3), MegabatchError
+        "microbatch 1 of 3 ran 2 backwards", lambda: loop(own_twice, indices=range(3), of=3), MegabatchError
     ),
     "clip_grad_norm_ in a loop of one's own": Failure(
         "written to 2 times in microbatch 1 of 3",
