@@ -167,7 +167,7 @@ class ErrorBroadcast:
         text, shortage, kind = json.loads(told)
         if kind is not None:
             self._heard, self._num_survived = None, self._num_survived + 1
-        heard = KINDS.get(kind, MegabatchError)(text)
+        heard = KINDS.get(kind or "", MegabatchError)(text)
         mark_known(heard)
         if shortage is not None:
             rank, samples, bound = shortage
