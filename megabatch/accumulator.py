@@ -20,7 +20,6 @@ from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import (
     CallAgreement,
-    GraphOnDemand,
     MicrobatchPlanner,
     MicrobatchStep,
     PreparedBatch,
@@ -30,6 +29,7 @@ from megabatch.engine.call import (
     with_dummies,
 )
 from megabatch.engine.error_broadcast import ErrorBroadcast, agreeing, is_out_of_memory, mark_known, out_of_memory_error
+from megabatch.engine.guards.graph_on_demand import GraphOnDemand
 from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
 from megabatch.engine.packing_check import check_packing, watched
