@@ -35,7 +35,7 @@ class PositionError(MegabatchError):
 
 
 @dataclass
-class Position:
+class CallPosition:
     """The place of a rank among the calls of its accumulator. Each message between ranks begins with it.
 
     Messages of the first exchange of a call have one size, so that ranks in different calls compare their positions
@@ -111,7 +111,7 @@ class DataRanks:
     context_groups: Sequence[dist.ProcessGroup] = ()
     tensor_groups: Sequence[dist.ProcessGroup] = ()
     pipeline_groups: Sequence[dist.ProcessGroup] = ()
-    position: Position = field(default_factory=Position, kw_only=True)
+    position: CallPosition = field(default_factory=CallPosition, kw_only=True)
     groups: list[dist.ProcessGroup] = field(init=False)  # gradients, totals and weights are summed over these
     degree: int = field(init=False)  # ranks that see different samples: dp_degree
     context_degree: int = field(init=False)  # stretches that each sequence is cut into

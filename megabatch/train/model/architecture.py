@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from megabatch.errors import OLDEST, MegabatchError, in_one_line
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.recipe_paths import check_model_folder, check_tokenizer_folder
 from megabatch.train.data.stream import check_positions
@@ -227,7 +227,7 @@ def check_tied(model: Any) -> None:
         if parameters.get(name) is not parameters.get(other):
             raise MegabatchError(
                 f"{type(model).__name__} has {name} apart from {other}, which its config ties; install "
-                f"transformers>={OLDEST['transformers']}, or set model.config.tie_word_embeddings = false"
+                "a newer transformers, or set model.config.tie_word_embeddings = false"
             )
 
 
