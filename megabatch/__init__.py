@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from megabatch.losses.contract import Term as Term
     from megabatch.losses.contract import loss as loss
     from megabatch.losses.mean import mean as mean
+    from megabatch.planning.dealing import plan as plan
     from megabatch.planning.plan import CostModel as CostModel
     from megabatch.planning.plan import Plan as Plan
-    from megabatch.planning.plan import plan as plan
     from megabatch.planning.sampler import UpdateSampler as UpdateSampler
     from megabatch.verification.audit import audit as audit
     from megabatch.verification.audit_report import Audit as Audit
@@ -36,7 +36,7 @@ else:
         "mean": "losses.mean",
         "CostModel": "planning.plan",
         "Plan": "planning.plan",
-        "plan": "planning.plan",
+        "plan": "planning.dealing",
         "LossContractError": "errors",
         "MegabatchError": "errors",
         "PlanError": "errors",

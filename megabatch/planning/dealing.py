@@ -7,12 +7,24 @@ are known before, so ranks need no message: all compute the same answer.
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from megabatch.planning.partition import balance_lengths, split
-from megabatch.planning.plan import LAUNCH_SHARE, CostModel
+from megabatch.errors import require_count
+from megabatch.planning.partition import balance_lengths, split, split_into
+from megabatch.planning.plan import (
+    LAUNCH_SHARE,
+    CostModel,
+    Plan,
+    check_cost,
+    check_lengths,
+    pad_with_dummies,
+    plan_share,
+    priced,
+    require_one_limit,
+)
 
 MORE_ROUNDS = 6  # numbers of microbatches a rank that are tried, from the smallest on
 MANY_GROUPS = 2048  # with more, one more microbatch a rank changes little, and few numbers are tried
@@ -51,7 +63,8 @@ def deal(
     Args:
         lengths: [samples], tokens of each.
         num_ranks: Number of ranks.
-        cost: Seconds of a microbatch. None: relative costs, and a launch costs a sixteenth of the limit's tokens.
+        cost: Seconds of a microbatch. None: relative costs. Without a launch in it, a launch costs as much as a
+            sixteenth of the limit's tokens.
         max_rows: Samples of a microbatch. This or
         max_tokens: padded tokens of a microbatch.
         speeds: Relative speed of each rank. None: all are as fast.
@@ -61,12 +74,72 @@ def deal(
     """
     if num_ranks == 1 or not len(lengths):
         return np.zeros(len(lengths), dtype=np.int64)
-    price = cost or CostModel(seconds_per_microbatch=(max_tokens or 0) / LAUNCH_SHARE)
+    price = cost or CostModel()
+    if not price.seconds_per_microbatch and max_tokens is not None:
+        launch = max_tokens * price.seconds_per_token / LAUNCH_SHARE
+        price = replace(price, seconds_per_microbatch=launch)
     dealer = _Dealer(lengths, num_ranks, price, max_rows, max_tokens, speeds)
     answers = list(dealer.deal_groups())
     if len(lengths) <= FEW_SAMPLES and speeds is None:
         answers.append(dealer.deal_samples())
     return min(answers, key=lambda answer: answer.seconds).ranks
+
+
+def plan(
+    lengths: Sequence[int],
+    *,
+    dp_degree: int = 1,
+    micro_batch_size: int | None = None,
+    max_microbatch_tokens: int | None = None,
+    cost: CostModel | None = None,
+) -> list[Plan]:
+    """Deal an update's samples over ``dp_degree`` ranks and split each share into microbatches.
+
+    This function runs no model and needs no process group. Give exactly one of the two limits.
+
+    Args:
+        lengths: Tokens of each sample of the update.
+        dp_degree: Number of data ranks.
+        micro_batch_size: Largest number of samples in a microbatch.
+        max_microbatch_tokens: Largest number of padded tokens in a microbatch, a hard limit.
+        cost: Seconds and bytes of a microbatch. None uses relative costs, and predicts no time.
+
+    Returns:
+        A plan for each rank. All have the same number of microbatches. A rank with fewer samples than that ends with
+        dummy microbatches.
+
+    Raises:
+        PlanError: A length or a setting is not a positive count, both or neither limit are given, or a sample is
+            longer than ``max_microbatch_tokens``.
+    """
+    require_one_limit(micro_batch_size, max_microbatch_tokens)
+    check_cost(cost)
+    require_count("dp_degree", dp_degree)
+    check_lengths(lengths, max_microbatch_tokens)
+    counts = np.asarray(lengths, dtype=np.int64)
+    ranks = deal(counts, dp_degree, cost, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens)
+    shares = [np.flatnonzero(ranks == rank).tolist() for rank in range(dp_degree)]
+    plans = [
+        replace(
+            plan_share([lengths[sample] for sample in share], micro_batch_size, max_microbatch_tokens, cost),
+            samples=tuple(share),
+        )
+        for share in shares
+    ]
+    num_microbatches = max(each.num_microbatches for each in plans)
+    plans = [fill_up(each, num_microbatches, cost) for each in plans]
+    if cost is not None:
+        plans = [priced(each, cost) for each in plans]
+    return [replace(each, microbatches=pad_with_dummies(each.microbatches, num_microbatches)) for each in plans]
+
+
+def fill_up(plan: Plan, num_microbatches: int, cost: CostModel | None) -> Plan:
+    """Return the plan with its microbatches cut smaller until there are ``num_microbatches``, or one for each sample.
+
+    Ranks run as many microbatches as the one that has the most. Smaller ones have less padding than dummies.
+    """
+    parts = split_into(plan.lengths, plan.microbatches, num_microbatches, (cost or CostModel()).seconds)
+    return replace(plan, microbatches=tuple(parts))
 
 
 class _Dealer:

@@ -1,4 +1,4 @@
-"""Plan and plan(): the samples of each microbatch, their order and their predicted cost.
+"""Plan: the samples of each microbatch, their order and their predicted cost.
 
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megabatch.errors import MicrobatchLimit, PlanError, require_count
-from megabatch.planning.partition import balance, best_fit, split
+from megabatch.planning.partition import best_fit, split
 
 LAUNCH_SHARE = 16  # without a measured cost, launching a microbatch costs a sixteenth of the cap's tokens
 Parts = Mapping[int, Sequence[tuple[int, ...]]]  # of microbatches that did not fit in memory, by their index
@@ -198,51 +198,6 @@ class Plan:
 
 def _count(number: int, noun: str, plural: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-def plan(
-    lengths: Sequence[int],
-    *,
-    dp_degree: int = 1,
-    micro_batch_size: int | None = None,
-    max_microbatch_tokens: int | None = None,
-    cost: CostModel | None = None,
-) -> list[Plan]:
-    """Balance an update's samples over ``dp_degree`` ranks and split each share into microbatches.
-
-    This function runs no model and needs no process group. Give exactly one of the two limits.
-
-    Args:
-        lengths: Tokens of each sample of the update.
-        dp_degree: Number of data ranks.
-        micro_batch_size: Largest number of samples in a microbatch.
-        max_microbatch_tokens: Largest number of padded tokens in a microbatch, a hard limit.
-        cost: Seconds and bytes of a microbatch. None uses relative costs, and predicts no time.
-
-    Returns:
-        A plan for each rank. All have the same number of microbatches: shorter shares end with dummy microbatches.
-
-    Raises:
-        PlanError: A length or a setting is not a positive count, both or neither limit are given, or a sample is
-            longer than ``max_microbatch_tokens``.
-    """
-    require_one_limit(micro_batch_size, max_microbatch_tokens)
-    check_cost(cost)
-    require_count("dp_degree", dp_degree)
-    check_lengths(lengths, max_microbatch_tokens)
-    price = cost or CostModel()
-    shares = balance([price.sample_seconds(length) for length in lengths], dp_degree)
-    plans = [
-        replace(
-            plan_share([lengths[sample] for sample in share], micro_batch_size, max_microbatch_tokens, cost),
-            samples=tuple(share),
-        )
-        for share in shares
-    ]
-    if cost is not None:
-        plans = [priced(each, cost) for each in plans]
-    num_microbatches = max(each.num_microbatches for each in plans)
-    return [replace(each, microbatches=pad_with_dummies(each.microbatches, num_microbatches)) for each in plans]
 
 
 def plan_share(

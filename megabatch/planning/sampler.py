@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megabatch.errors import PlanError, require_count
+from megabatch.errors import PlanError, require_count, require_positive
+from megabatch.planning.dealing import deal
 from megabatch.planning.partition import balance_lengths, deal_microbatches
 from megabatch.planning.plan import CostModel, check_cost, check_lengths, require_one_limit
 from megabatch.torch_private import is_asked_by_workers
@@ -49,9 +50,9 @@ class Position(NamedTuple):
 class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     """Yields this rank's sample ids of each update, for one epoch; use it as a DataLoader's ``batch_sampler``.
 
-    The shares of all ranks are disjoint, make up the update, differ in size by at most one, and are balanced by
-    cost. ``same_bits`` balances whole microbatches instead. A share may be empty, so give the DataLoader
-    ``collate_fn=list``.
+    The shares of all ranks are disjoint, make up the update, and are balanced by cost. With the accumulator's limit
+    they are dealt in groups of similar length, without it one by one, in shares that differ in size by at most one. A
+    share may be empty, so give the DataLoader ``collate_fn=list``.
 
     Its position is what was trained, if you say how many updates were: ``state_dict(updates=learner.step)``. A
     DataLoader with workers asks for updates long before they are trained.
@@ -73,10 +74,14 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             same on all ranks, to the bit.
         order: Returns the sample ids of an epoch, in order, by the epoch's number: any ids of the data set, the same in
             every process, and equally many in every epoch. By default all of them, shuffled by seed and epoch.
-        same_bits: Cut each update into microbatches before it is dealt, and deal whole microbatches. Give it together
-            with the limit of the accumulator, which has ``same_bits=True`` too. Shares then differ in size.
-        micro_batch_size: Samples of a microbatch, for ``same_bits``. This or
-        max_microbatch_tokens: padded tokens of a microbatch, for ``same_bits``.
+        same_bits: Cut each update into microbatches whatever the number of ranks, and deal whole microbatches. Give it
+            together with the limit of the accumulator, which has ``same_bits=True`` too.
+        micro_batch_size: Samples of a microbatch, as the accumulator has it. This or
+        max_microbatch_tokens: padded tokens of a microbatch. With a limit, samples of similar length are grouped before
+            they are dealt, so that ranks have little padding. Shares then differ in size. Leave both out for samples
+            that are not padded.
+        speeds: Relative speed of each rank, such as ``[1, 1, 0.5]``. A slow rank is dealt less, and the gradient stays
+            the same. It needs a limit.
 
     Raises `PlanError` for a size, a rank, a tail or an order that cannot be, and on all ranks where their first updates
     are not the same.
@@ -96,6 +101,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         same_bits: bool = False,
         micro_batch_size: int | None = None,
         max_microbatch_tokens: int | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         self._given, self._seen = global_batch_size, Consumed()
         size = self._size
@@ -116,7 +122,9 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             raise PlanError("the data set is empty; give at least one sample")
         check_lengths(lengths, None)
         check_cost(cost)
-        self._limits = _check_limits(lengths, micro_batch_size, max_microbatch_tokens, same_bits=same_bits)
+        self._same_bits = same_bits
+        self._limits = _check_limits(lengths, micro_batch_size, max_microbatch_tokens, is_needed=same_bits)
+        self._speeds = _check_speeds(speeds, dp_degree, takes_speeds=self._limits is not None and not same_bits)
         self._lengths = in_few_bytes(lengths)  # [number of ids]
         self.cost = cost
         self._order = order or self._shuffled
@@ -231,10 +239,14 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
     def _ranks_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the rank of each sample of an update."""
-        if self._limits is not None:
-            return self._ranks_of_microbatches(self._lengths[ids].tolist(), *self._limits)
-        price = float if self.cost is None else self.cost.sample_seconds
-        return balance_lengths(self._lengths[ids], price, self._dp_degree)
+        lengths = self._lengths[ids]
+        if self._limits is None:
+            price = float if self.cost is None else self.cost.sample_seconds
+            return balance_lengths(lengths, price, self._dp_degree)
+        rows, tokens = self._limits
+        if self._same_bits:
+            return self._ranks_of_microbatches(lengths.tolist(), rows, tokens)
+        return deal(lengths, self._dp_degree, self.cost, max_rows=rows, max_tokens=tokens, speeds=self._speeds)
 
     def _ranks_of_microbatches(self, lengths: list[int], rows: int | None, tokens: int | None) -> np.ndarray:
         """Return the rank of each sample where ranks are dealt whole microbatches, which no rank decides."""
@@ -329,16 +341,31 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
 
 def _check_limits(
-    lengths: Sequence[int], rows: int | None, tokens: int | None, *, same_bits: bool
+    lengths: Sequence[int], rows: int | None, tokens: int | None, *, is_needed: bool
 ) -> tuple[int | None, int | None] | None:
-    """Return the limits of a microbatch for ``same_bits``, None without it."""
-    if not same_bits:
-        if (rows, tokens) != (None, None):
-            raise PlanError("a limit is given without same_bits=True, which alone needs it; leave the limit out")
+    """Return the limits of a microbatch. None without one, unless it is needed."""
+    if rows is None and tokens is None and not is_needed:
         return None
     require_one_limit(rows, tokens)
     check_lengths(lengths, tokens)
     return rows, tokens
+
+
+def _check_speeds(
+    speeds: Sequence[float] | None, dp_degree: int | None, *, takes_speeds: bool
+) -> tuple[float, ...] | None:
+    """Return the speeds of the ranks. Raises `PlanError` for speeds that cannot be, or that nothing uses."""
+    if speeds is None:
+        return None
+    if not takes_speeds:
+        raise PlanError(
+            f"speeds is {list(speeds)} and ranks are dealt single samples, or same_bits=True; give speeds together "
+            "with micro_batch_size or max_microbatch_tokens, and without same_bits"
+        )
+    num_ranks = _place_in_group()[1] if dp_degree is None else dp_degree
+    if len(speeds) != num_ranks:
+        raise PlanError(f"speeds has {len(speeds)} numbers for {num_ranks} ranks; give one for each")
+    return tuple(require_positive("a number of speeds", speed) for speed in speeds)
 
 
 def _place_in_group() -> tuple[int, int]:

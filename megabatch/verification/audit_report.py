@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.errors import MegabatchError
-from megabatch.planning.plan import plan
+from megabatch.planning.dealing import plan
 from megabatch.verification.audit_records import (
     EndRecord,
     MicrobatchRecord,

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, Plan, losses
 from megabatch.pipeline.run import Pipeline, evaluate
-from megabatch.planning.plan import plan
+from megabatch.planning.dealing import plan
 from megabatch.train.callbacks.checkpointing import StagedLearner
 from megabatch.train.callbacks.evaluation import build_terms, evaluate_set, split_set
 from megabatch.train.callbacks.messages import fill_up
