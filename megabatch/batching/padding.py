@@ -403,7 +403,7 @@ class RunningMicrobatch(NamedTuple):
 
 
 def _form(tensor: Tensor) -> Form:
-    return (*tensor.shape[:2], tensor.is_floating_point())
+    return tensor.shape[0], tensor.shape[1], tensor.is_floating_point()
 
 
 def _holds_tokens(name: str) -> bool:

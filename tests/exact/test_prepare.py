@@ -121,7 +121,7 @@ def test_same_bits_on_ranks(of_some_ranks, job):
 
 @pytest.mark.slow
 def test_a_mistake_on_one_rank_is_told_to_both_in_its_call(of_some_ranks):
-    own = "samples of one batch have the keys … give all the same"
+    own = "weigh asks for … samples of one batch have the keys … give it to all"
     for (first, told, then), text in zip(of_some_ranks("refused"), (f"data rank 1 of 2: {own}", own), strict=True):
         assert first
         assert names(told, text)
