@@ -40,7 +40,8 @@ _PADDED_NUMBERS = WeakTensorKeyDictionary()
 # Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.
 OTHERS = ("attention_mask", "position_ids", "token_type_ids")
 FILLED = {"input_ids", "labels", "shift_labels", *OTHERS}
-NOT_COUNTED = ("input_ids", "_mask", "position_ids", "token_type_ids")  # ends of keys whose padding says nothing
+BESIDE_TOKENS = ("_mask", "position_ids", "token_type_ids")  # ends of keys that are no targets
+NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)  # ends of keys whose padding no weight counts
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
 

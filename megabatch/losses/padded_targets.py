@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.batching.samples import Microbatch, Samples
+from megabatch.batching.samples import BESIDE_TOKENS, Microbatch, Samples
 from megabatch.errors import LossContractError
 from megabatch.losses.contract import WEIGHT_TOLERANCE, Weigh, counted_weights
 from megabatch.planning.plan import Plan
@@ -57,7 +57,8 @@ def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, n
         microbatch: The tensors that the loss was given, on its device.
         nodes: The nodes of the totals' graph.
     """
-    padded = {name: each for name, each in lengths.items() if isinstance(microbatch.get(name), Tensor)}
+    names = [name for name in lengths if isinstance(microbatch.get(name), Tensor) and not name.endswith(BESIDE_TOKENS)]
+    padded = {name: lengths[name] for name in names}
     if not padded:
         return
     for node in nodes:
@@ -110,7 +111,10 @@ def _find_padding(targets: Tensor, value: Tensor, lengths: Sequence[int]) -> Ten
     if num_rows != len(lengths):  # a part of a microbatch that did not fit in memory
         return None
     columns, remainder = divmod(targets.numel() * num_columns, max(value.numel(), 1))
-    if remainder or not 0 < columns <= num_columns:
+    # Fewer columns, such as the classes of whole samples, may be equal by chance.
+    if remainder or not num_columns < 2 * columns <= 2 * num_columns:
+        return None
+    if value.is_floating_point() != targets.is_floating_point() or value.dtype == torch.bool:
         return None
     real = torch.arange(num_columns, device=value.device) < torch.tensor(lengths, device=value.device)[:, None]
     for first in dict.fromkeys((num_columns - columns, 0)):

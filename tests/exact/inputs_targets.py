@@ -199,3 +199,25 @@ def dropout_and_random_state(user: User) -> None:
     user.expect_equal(
         dict(enumerate(map(torch.Tensor.double, states[1]))), dict(enumerate(map(torch.Tensor.double, states[0])))
     )
+
+
+@right(1, 2)
+def classes_that_look_like_a_padded_key(user: User) -> None:
+    """No false refusal: the class of each sample is the first entry of a key, and two entries at most are padded."""
+    drawn = torch.Generator().manual_seed(4)
+    lengths = (1, 2) * 4
+    samples = [
+        {"x": torch.randint(CLASSES, (length,), generator=drawn), "flags": torch.ones(length), "class": torch.tensor(1)}
+        for length in lengths
+    ]
+    samples = [sample | {"flags": sample["flags"].long()} for sample in samples]
+    model = nn.Embedding(CLASSES, 3).double()
+    reference = copy.deepcopy(model)
+
+    @loss(weigh=lambda batch: len(batch["x"]))
+    def of_samples(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+        return F.cross_entropy(model(batch["x"][:, 0]), batch["class"], reduction="sum"), len(batch["x"])
+
+    user.update(model, user.part(samples), of_samples)
+    F.cross_entropy(reference(torch.stack([sample["x"][0] for sample in samples])), torch.ones(8).long()).backward()
+    user.expect(model, reference)
