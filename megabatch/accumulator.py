@@ -782,7 +782,9 @@ class GradientAccumulator:
             failure = failure or error
         with agreeing():
             request, agreement = agree_on_loop(wrapper, request, failure)
-        self._loop = UserLoop(wrapper, self._ownership, self._begin(), sync, request, agreement)
+        opened = self._begin()
+        wrapper.begin_call(sync)
+        self._loop = UserLoop(wrapper, self._ownership, opened, sync, request, agreement)
 
     def _check_can_loop(self, index: int) -> None:
         """Raise an error if no update of `microbatch` can begin."""
@@ -876,6 +878,8 @@ class GradientAccumulator:
             self._open = self._new_update(wrapper, self._stepping)
         if self._open.is_held:
             wrapper.hold_reduction(prepared.plan.sync)
+        if agreement.num_microbatches:
+            wrapper.begin_call(prepared.plan.sync)
         plan = prepared.plan
         if agreement.num_microbatches > len(plan.microbatches):
             plan = with_dummies(plan, agreement.num_microbatches)

@@ -55,6 +55,8 @@ NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and wh
     (nn.Module(), "_non_persistent_buffers_set", "buffers"),
     (DistributedDataParallel, "_get_ddp_logging_data", "DDP"),
     (DistributedDataParallel, "_check_reducer_finalized", "DDP"),
+    (DistributedDataParallel, "_sync_buffers", "DDP"),
+    (cast(Any, dist).Reducer, "_set_forward_pass_work_handle", "DDP"),
     (DeviceMesh, "_get_root_mesh", "device meshes"),
     (_muon, "_zeropower_via_newtonschulz", "Muon"),
     (_muon, "_adjust_lr", "Muon"),
@@ -638,6 +640,58 @@ def check_reduced(ddp: Any) -> None:
     ddp._check_reducer_finalized()
 
 
+def broadcast_buffers(ddp: Any) -> None:
+    """``DDP._sync_buffers``, which DDP calls before a forward that it reduces after, where it has buffers."""
+    if ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
+        ddp._sync_buffers()
+
+
+class _OneRank(dist.Work):
+    """A finished message in which one rank took part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._future: Any = torch.futures.Future()
+        self._future.set_result([torch.ones((), dtype=torch.int64, device="cpu")])
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+@cache
+def _one_rank() -> _OneRank:
+    return _OneRank()  # one for the process: the reducer in C++ does not keep it alive
+
+
+@contextmanager
+def summing(ddp: Any) -> Generator[None]:
+    """While it is open, DDP divides by 1 and not by its ranks: ``Reducer._set_forward_pass_work_handle``.
+
+    DDP's ``join()`` tells the reducer in the same way how many ranks still take part.
+    """
+    ddp.reducer._set_forward_pass_work_handle(_one_rank(), False)
+    try:
+        yield
+    finally:
+        ddp.reducer._set_forward_pass_work_handle(_one_rank(), True)  # True: divide by all ranks
+
+
+def settle_buckets(ddp: Any, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Reduce these gradients, in the order in which they are to lie in the buckets, and rebuild the buckets by it.
+
+    `Reducer.prepare_for_backward` and `Reducer._rebuild_buckets`, as DDP calls them.
+    """
+    if ddp.reducer._rebuild_buckets():  # by a backward before, which DDP's next forward would have done
+        return
+    ddp.reducer.prepare_for_backward([])
+    for parameter, gradient in gradients:
+        torch.autograd.backward(parameter, gradient)
+    ddp.reducer._rebuild_buckets()
+
+
 # FSDP1
 
 
@@ -646,6 +700,24 @@ def hybrid_strategies() -> tuple[Any, ...]:
     from torch.distributed.fsdp import ShardingStrategy
 
     return ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2  # pyright: ignore[reportPrivateUsage]
+
+
+def has_comm_hook(module: Any) -> bool:
+    """``_comm_hook`` of a module of FSDP1, which reduces in FSDP1's place."""
+    return module._comm_hook is not None
+
+
+@contextmanager
+def summing_flat(modules: Sequence[Any]) -> Generator[None]:
+    """While it is open, FSDP1 sums: ``_gradient_predivide_factor`` and ``_gradient_postdivide_factor`` are 1."""
+    factors = [(module._gradient_predivide_factor, module._gradient_postdivide_factor) for module in modules]
+    try:
+        for module in modules:
+            module._gradient_predivide_factor = module._gradient_postdivide_factor = 1.0
+        yield
+    finally:
+        for module, before in zip(modules, factors, strict=True):
+            module._gradient_predivide_factor, module._gradient_postdivide_factor = before
 
 
 def replica_group(fsdp: Any) -> dist.ProcessGroup:
@@ -742,6 +814,23 @@ def partly_reduced(group: Any) -> Tensor | None:
 def awaits_gather(group: Any) -> bool:
     """``_all_gather_result``: True while a gather of the group has begun and is not waited for yet."""
     return group._all_gather_result is not None
+
+
+def drop_gathers(groups: Sequence[Any]) -> None:
+    """Drop gathers that were begun and not waited for, and the order of forwards by which FSDP2 begins them early.
+
+    FSDP2 does this in the last backward of a module, by ``finalize_backward``. If that backward does not come, a later
+    forward takes the weights of this moment from the gather.
+    """
+    for group in groups:
+        result = group._all_gather_result
+        if result is not None and result.all_gather_event is not None:
+            group.device_handle.current_stream().wait_event(result.all_gather_event)
+        if result is not None and isinstance(result.all_gather_work, dist.Work):
+            result.all_gather_work.wait()
+        group._all_gather_result = None
+        group._post_forward_indices.clear()
+        getattr(group.comm_ctx, "post_forward_order", []).clear()
 
 
 def name_of_group(group: Any) -> str:
@@ -890,10 +979,13 @@ def _reset_group(group: Any) -> None:
     group._to_sharded()
 
 
-def holds_fsdp_gradients(groups: Sequence[Any]) -> bool:
-    """Return True if a backward has left gradients of FSDP2 that are not reduced, or not over all ranks."""
+def holds_fsdp_gradients(groups: Sequence[Any], *, partly: bool = True) -> bool:
+    """Return True if a backward has left gradients of FSDP2 that are not reduced.
+
+    With ``partly``, also if HSDP has summed them over the ranks of a shard, and not of replicas.
+    """
     return any(
-        group._partial_reduce_output is not None
+        (partly and group._partial_reduce_output is not None)
         or any(accumulated_gradient(each) is not None for each in group.fsdp_params)
         or any(each.grad is not None for each in unsharded_parameters(group))
         for group in groups
@@ -909,6 +1001,18 @@ def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
             if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # which a backward of torch 2.15 sets
                 state._state_ctx.manual_backward_finalization_active = False
             state._root_post_backward_final_callback()
+
+
+@contextmanager
+def reducing_in_one_dtype(groups: Sequence[Any]) -> Generator[None]:
+    """While it is open, a group's reduction casts what the last microbatch alone has used, as it cast the rest."""
+    try:
+        for group in groups:
+            group.post_backward = partial(_reduce_in_one_dtype, group)
+        yield
+    finally:
+        for group in groups:
+            vars(group).pop("post_backward", None)
 
 
 @contextmanager
@@ -942,6 +1046,8 @@ def _places_of_dtype(group: Any) -> list[tuple[Any, str]]:
 def _reduce_in_one_dtype(group: Any, *given: Any) -> None:
     """Widen what the last microbatch alone has used, and what none has: FSDP2 reduces gradients of one dtype."""
     parameters = [each for each in group.fsdp_params if unsharded_parameter(each) is not None]
+    if not parameters:  # no microbatch has used the group yet, which torch 2.13 does not expect where it casts
+        return
     if group.reduce_grads and any(accumulated_gradient(each) is not None for each in parameters):
         for each in [each for each in parameters if accumulated_gradient(each) is None]:
             each.to_accumulated_grad_if_needed()
@@ -1004,6 +1110,14 @@ def _wait_to_reduce(group: Any, note: Callable[[], None]) -> None:
     if group._training_state.name == "POST_BACKWARD":  # torch 2.11 and 2.12 wait here at the end of a backward too
         note()
     type(group)._wait_for_post_backward(group)
+
+
+def refuse_backward_to(parameters: Iterable[Tensor], refuse: Callable[..., None]) -> list[Any]:
+    """Call ``refuse`` before autograd adds a gradient to a parameter. This lasts as long as the returned nodes live."""
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+    for node in nodes:
+        node.register_prehook(refuse)
+    return nodes
 
 
 # Pipelines

@@ -83,7 +83,7 @@ class Replica(DistributedDataParallel):
         else:
             self._rebuild_buckets()
         if self.require_forward_param_sync:
-            self._send_buffers()
+            self._sync_buffers()
         self._reduces = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
         self.require_forward_param_sync = self._reduces
         if self._reduces:
@@ -132,7 +132,7 @@ class Replica(DistributedDataParallel):
         self._buckets = _make_buckets(self._order, self._caps_bytes)
         self._is_rebuilt = True
 
-    def _send_buffers(self) -> None:
+    def _sync_buffers(self) -> None:
         """Broadcast the buffers of rank 0."""
         buffers = list(self.module.buffers()) if self.forward_sync_buffers else []
         for dtype in sorted({each.dtype for each in buffers}, key=str):

@@ -7,6 +7,7 @@ the wrapper's own division. Gradients are therefore sums over data and context r
 import contextlib
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch.errors import PlanError
+from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private import (
     HOMES_OF_HOOKS,
     home_of_hook,
@@ -35,6 +36,8 @@ from megabatch.wrappers.mesh import DataRanks
 
 DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 Choice = tuple[str, str]  # a policy, "last", "every", "gather_once", "gather_once:K" or "replica_last", and why
+BUCKET_BYTES = 25 * 2**20  # of gradients that are summed together, as in DDP
+BUCKETS_IN_FLIGHT = 3
 END = -1  # in place of the number of a collective
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
 CHANGED = (
@@ -178,6 +181,9 @@ class Wrapper:
         """Surround a forward with a graph that no backward follows."""
         return contextlib.nullcontext()
 
+    def begin_call(self, policy: str) -> None:
+        """Prepare for the microbatches of a call. ``loss_factor`` is then the same for all of them. Collective."""
+
     def hold_reduction(self, policy: str) -> None:
         """Reduce the open update once in `finish_update`, however many calls it has. `discard` takes this back.
 
@@ -197,11 +203,9 @@ class Wrapper:
         """Sum the gradients over ranks, after the last call of an update."""
         with torch.no_grad():
             self._agree_on_layouts()
-            gradients = [each.grad for each in map(_replicated, self.parameters) if each.grad is not None]
+            gradients = [local(each.grad) for each in map(_replicated, self.parameters) if each.grad is not None]
             for group in self.ranks.groups:
-                works = [dist.all_reduce(local(gradient), group=group, async_op=True) for gradient in gradients]
-                for work in works:
-                    cast(dist.Work, work).wait()
+                sum_over_ranks(gradients, group)
 
     def discard(self) -> None:
         """Drop the state outside of ``p.grad`` that an update which failed half-way has left."""
@@ -222,7 +226,7 @@ class Wrapper:
             found = {int(layout) for layout in seen} - {NO_GRADIENT}
             sparse_dims = max(found) - DENSE if len(found) == 1 else 0
             if found and parameter.grad is None:
-                parameter.grad = _zeros_of(parameter, sparse_dims, self._wide.dtype_of(parameter))
+                parameter.grad = zeros_of(parameter, sparse_dims, self._wide.dtype_of(parameter))
             elif parameter.grad is not None and parameter.grad.layout != torch.strided and not sparse_dims:
                 parameter.grad = parameter.grad.to_dense()
 
@@ -262,6 +266,12 @@ def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
             )
 
 
+def stranding(error: MegabatchError) -> MegabatchError:
+    """Mark an error of one rank for which other ranks may wait in a collective: it is broadcast."""
+    error.strands_others = True
+    return error
+
+
 def foreign_hooks(parameter: nn.Parameter) -> list[str]:
     """Return the names of hooks on a parameter's gradient that belong neither to torch's wrappers nor to ours."""
     hooks = [*hooks_before_grad(parameter), *hooks_after_grad(parameter)]
@@ -275,6 +285,46 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def sum_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Add up tensors over the ranks of a group, in place: small ones together in buckets, as DDP does.
+
+    A bucket has one dtype and device. A tensor that fills one by itself, and a sparse one, is not copied.
+    """
+    begun: deque[tuple[list[Tensor], Tensor, dist.Work]] = deque()
+    for bucket in _buckets(tensors):
+        is_alone = len(bucket) == 1 and (bucket[0].layout != torch.strided or bucket[0].is_contiguous())
+        flat = bucket[0] if is_alone else torch.cat([each.reshape(-1) for each in bucket])
+        begun.append((bucket, flat, cast(dist.Work, dist.all_reduce(flat, group=group, async_op=True))))
+        if len(begun) == BUCKETS_IN_FLIGHT:
+            _end_sum(*begun.popleft())
+    while begun:
+        _end_sum(*begun.popleft())
+
+
+def _end_sum(bucket: list[Tensor], flat: Tensor, work: dist.Work) -> None:
+    work.wait()
+    if flat is bucket[0]:
+        return
+    parts = flat.split([each.numel() for each in bucket])
+    for tensor, part in zip(bucket, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
+    """Yield tensors in their order, in lists of one dtype and device: `BUCKET_BYTES` at most, or one tensor."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.nbytes >= BUCKET_BYTES:
+            yield [tensor]
+            continue
+        bucket = open_buckets.setdefault((tensor.dtype, tensor.device), [])
+        if sum(each.nbytes for each in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield bucket.copy()
+            bucket.clear()
+        bucket.append(tensor)
+    yield from filter(None, open_buckets.values())
+
+
 def _layout(gradient: Tensor | None) -> int:
     """Return `NO_GRADIENT`, `DENSE`, or for a sparse gradient (COO) `DENSE` plus its number of sparse dimensions."""
     if gradient is None:
@@ -282,7 +332,7 @@ def _layout(gradient: Tensor | None) -> int:
     return DENSE + (gradient.sparse_dim() if gradient.layout == torch.sparse_coo else 0)
 
 
-def _zeros_of(parameter: nn.Parameter, sparse_dims: int, dtype: torch.dtype) -> Tensor:
+def zeros_of(parameter: nn.Parameter, sparse_dims: int, dtype: torch.dtype) -> Tensor:
     """Return zeros for a gradient, dense, or sparse in the first ``sparse_dims`` dimensions."""
     if not sparse_dims:
         return torch.zeros_like(parameter, dtype=dtype)

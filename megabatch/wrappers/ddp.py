@@ -1,4 +1,8 @@
-"""DDP: all-reduce that averages. The mean of equal gradients is the same gradient, so every policy is exact."""
+"""DDP: one all-reduce in the last backward of an update, which sums; further ones in the same update average.
+
+DDP reduces the whole accumulated gradient. The mean of equal gradients is the same gradient, so it may be repeated. A
+sum may not, but leaves the loss as it is: multiplied by 3 ranks, float32 parts of a float64 model round otherwise.
+"""
 
 import contextlib
 import weakref
@@ -8,11 +12,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private import (
+    broadcast_buffers,
     check_reduced,
     comm_hooks,
     is_fake,
@@ -20,8 +25,10 @@ from megabatch.torch_private import (
     num_begun,
     num_reduced,
     rebuild_buckets,
+    settle_buckets,
+    summing,
 )
-from megabatch.wrappers.base import Choice, Wrapper
+from megabatch.wrappers.base import Choice, Wrapper, stranding, zeros_of
 from megabatch.wrappers.checks import check_ddp_precision
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
@@ -43,8 +50,11 @@ class DDPWrapper(Wrapper):
         check_ddp_precision(ddp)
         _check_comm_hooks(ddp)
         _check_buckets(ddp, self.parameters)
-        self.loss_factor = float(ranks.num_weighing)
         self.ddp, self._hooks = ddp, comm_hooks(ddp)
+        self._sums = False  # the next reduction is the only one of its update
+        # DDP adds in an order that depends on a gradient's place among the others, if there are more than two ranks.
+        may_rebuild = not (ddp.static_graph or ddp.find_unused_parameters or is_fake(self.parameters[0]))
+        self._is_settled = ranks.num_weighing < 3 or not may_rebuild
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
         self._is_reducing = self._is_preparing = False  # the microbatch reduces; DDP's forward is before the model's
@@ -62,7 +72,12 @@ class DDPWrapper(Wrapper):
                 f"accumulate_dtype is {wide.dtype}, and DDP with static_graph=True or a communication hook cannot "
                 "reduce after the last backward; leave both of these, or accumulate_dtype, out"
             )
-        self._is_local, self.loss_factor = True, 1.0
+        self._is_local = True
+
+    @property
+    def loss_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The number of ranks where DDP averages. 1 where DDP, or `finish_update`, sums."""
+        return 1.0 if self._sums or self._is_local or self.is_held else float(self.ranks.num_weighing)
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
@@ -99,6 +114,31 @@ class DDPWrapper(Wrapper):
             return "every", "as asked: DDP all-reduces the whole gradient with each microbatch"
         return "last", "DDP keeps the whole gradient anyway: one all-reduce, overlapping the last backward"
 
+    def begin_call(self, policy: str) -> None:
+        """Sum if the call begins an update and reduces once. Before the first, lay the buckets out for good."""
+        begins_update = all(parameter.grad is None for parameter in self.parameters)
+        repeats = policy == "every" or self._first_of_static_graph
+        self._sums = begins_update and not (repeats or self._hooks or is_fake(self.parameters[0]))
+        if begins_update and not (self._is_settled or self._is_local or self.is_held):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Give DDP the buckets that it keeps. Collective.
+
+        DDP lays its buckets out anew after its first reduction, by the order in which gradients came. A resumed process
+        would then add its first gradients in another order than the process that was never stopped.
+        """
+        self._is_settled = True
+        sparse = _sparse_parameters(self.ddp)
+        zeros = ((each, zeros_of(each, int(each in sparse), each.dtype)) for each in reversed(self.parameters))
+        settle_buckets(self.ddp, zeros)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def average(self) -> None:
+        """Average in the call that begins, as a model beside this one has to."""
+        self._sums = False
+
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         self._is_reducing = self._is_preparing = False
@@ -109,21 +149,24 @@ class DDPWrapper(Wrapper):
         # A static graph is recorded in the first backward, which must be a reducing one.
         reduce, self._first_of_static_graph = last or policy == "every" or self._first_of_static_graph, False
         self._went_through_ddp, self._is_reducing = False, reduce
-        with contextlib.nullcontext() if reduce else self.ddp.no_sync():
+        reducing = summing(self.ddp) if self._sums else contextlib.nullcontext()
+        with reducing if reduce else self.ddp.no_sync():
             yield
+        if reduce:
+            self._sums = False
         if reduce and self.ddp.gradient_as_bucket_view:  # else the next forward rebuilds buckets and views
             with contextlib.suppress(RuntimeError):  # something is unreduced; _check_reduced raises an error
                 rebuild_buckets(self.ddp)
-        if last:
-            self._check_reduced()
+        if last or (reduce and self._went_through_ddp):
+            self._check_reduced("the last" if last else "a")
 
     def without_reduction(self) -> contextlib.AbstractContextManager[None]:
         return self.ddp.no_sync()  # else DDP waits for the gradients of the forward
 
-    def _check_reduced(self) -> None:
-        """Raise `MegabatchError`, after the last backward of a call, if DDP did not reduce every gradient."""
+    def _check_reduced(self, which: str) -> None:
+        """Raise `MegabatchError`, after a backward that reduces, if DDP did not reduce every gradient."""
         if not self._went_through_ddp:
-            raise _stranding(
+            raise stranding(
                 MegabatchError(
                     "the loss did not call the DDP model with gradients on, so no gradient was reduced; call the "
                     "model that it is given, not model.module"
@@ -133,11 +176,11 @@ class DDPWrapper(Wrapper):
         try:
             check_reduced(self.ddp)
         except RuntimeError:
-            raise _stranding(
+            raise stranding(
                 MegabatchError(
-                    "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last "
-                    "microbatch, or backward(inputs=) left it out; wrap the model anew, which DDP needs after this, "
-                    "with DistributedDataParallel(..., find_unused_parameters=True)"
+                    "DDP left gradients unreduced: a parameter that requires a gradient was not used in "
+                    f"{which} microbatch, or backward(inputs=) left it out; wrap the model anew, which DDP needs after "
+                    "this, with DistributedDataParallel(..., find_unused_parameters=True)"
                 )
             ) from None
 
@@ -145,18 +188,17 @@ class DDPWrapper(Wrapper):
         """Keep gradients on their rank, undivided, unless a communication hook is to see them."""
         # If the first microbatch of a static graph is averaged, the sum of equal averages is still the sum.
         if policy == "last" and not self._hooks and not self._is_local:
-            self.is_held, self.loss_factor = True, 1.0
+            self.is_held = True
 
     def finish_update(self) -> None:
         """Sum the gradients that DDP has not reduced, being wider than its buckets or held back."""
         if self._is_local or self.is_held:
             super().finish_update()
-        if self.is_held and self.ddp.broadcast_buffers:  # DDP does so before each forward that it reduces after
-            for buffer in self.ddp.modules_buffers:  # without those that DDP was told to ignore
-                dist.broadcast(buffer.detach(), group=self.ddp.process_group, group_src=0)
+            broadcast_buffers(self.ddp)  # which no_sync leaves as they are
         self.release_reduction()
 
     def discard(self) -> None:
+        self._sums = False
         self.release_reduction()
 
     @property
@@ -165,8 +207,7 @@ class DDPWrapper(Wrapper):
 
     def release_reduction(self) -> None:
         """Take `hold_reduction` back."""
-        if self.is_held:
-            self.is_held, self.loss_factor = False, float(self.ranks.num_weighing)
+        self.is_held = False
 
 
 @contextlib.contextmanager
@@ -217,10 +258,10 @@ def _noting_group(
             hook.remove()
 
 
-def _stranding(error: MegabatchError) -> MegabatchError:
-    """Mark an error after which the other ranks may wait for this rank's buckets."""
-    error.strands_others = True
-    return error
+def _sparse_parameters(ddp: DistributedDataParallel) -> set[Tensor]:
+    """Return the parameters whose gradients DDP expects to be sparse."""
+    tables = (each for each in ddp.module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    return {table.weight for table in tables if table.sparse}
 
 
 def _noting(method: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""FSDP1: averages over shards and replicas, and keeps each gradient as a flat shard that no DTensor describes."""
+"""FSDP1: sums over shards and replicas, and keeps each gradient as a flat shard that no DTensor describes."""
 
 import contextlib
 from collections.abc import Generator
@@ -13,11 +13,13 @@ from megabatch.errors import PlanError
 from megabatch.torch_private import (
     drop_flat_gradient,
     flat_parameters,
+    has_comm_hook,
     hybrid_strategies,
     is_gathered,
     noting_flat_collectives,
     replica_group,
     reshard_flat,
+    summing_flat,
 )
 from megabatch.wrappers.base import END, Choice, Wrapper
 from megabatch.wrappers.gradients import WideGradients, refuse_float16
@@ -25,7 +27,7 @@ from megabatch.wrappers.mesh import DataRanks
 
 
 class FSDP1Wrapper(Wrapper):
-    """Reduces increments as FSDP2 does, divided by the ranks, which ``loss_factor`` undoes."""
+    """Reduces increments as FSDP2 does. FSDP1 averages by itself, and sums in the microbatches of this wrapper."""
 
     kind_name = "FSDP1"
     forwards_meet = True
@@ -36,7 +38,10 @@ class FSDP1Wrapper(Wrapper):
         super().__init__(model, ranks)
         self._fsdp = fsdp
         self._states = [cast(Any, module) for module in fsdp.modules() if isinstance(module, FullyShardedDataParallel)]
-        self.loss_factor = float(ranks.num_weighing)  # FSDP1 always averages
+        if any(map(has_comm_hook, self._states)):
+            raise PlanError(
+                "FSDP1 has a communication hook, which is not known to average or to sum over its ranks; leave it out"
+            )
         self._is_sharded = fsdp.sharding_strategy != ShardingStrategy.NO_SHARD
         if self._is_sharded:  # a flat shard is a plain tensor, so torch's norm would be that of this shard alone
             self.norm_groups = [cast(dist.ProcessGroup, fsdp.process_group)]
@@ -66,6 +71,7 @@ class FSDP1Wrapper(Wrapper):
         # no_sync keeps the unsharded gradient, as "last" of FSDP2 does.
         reduces = last or policy == "every"
         with (
+            summing_flat(self._states),
             contextlib.nullcontext() if reduces else self._fsdp.no_sync(),
             noting_flat_collectives(self._states, self.meet, reduces=reduces),
         ):

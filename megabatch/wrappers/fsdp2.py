@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch.errors import PlanError
+from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning.plan import num_gathered_once
 from megabatch.torch_private import (
     check_feature,
     drop_fsdp_gradients,
+    drop_gathers,
     finalizes_by_hand,
+    fsdp_policy,
     holds_fsdp_gradients,
     keeping_gathered,
     name_of_group,
@@ -25,14 +27,21 @@ from megabatch.torch_private import (
     param_groups,
     reduce_fsdp_gradients,
     reduce_unused_parameters,
+    reducing_in_one_dtype,
     reducing_to,
+    refuse_backward_to,
     unsharded_parameter,
     unsharded_parameters,
 )
-from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper
+from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper, stranding
 from megabatch.wrappers.checks import check_precision, check_wide
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
+
+UNREDUCED = (
+    "FSDP2 left gradients unreduced, since the loss did not go through the module that fully_shard was given last; "
+    "call that module, and compute the loss from the tensors that it returns"
+)
 
 
 class FSDP2Wrapper(Wrapper):
@@ -59,6 +68,8 @@ class FSDP2Wrapper(Wrapper):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             reduce_unused_parameters(module)
+        self._casts = any(fsdp_policy(module).reduce_dtype is not None for module in modules)
+        self._refusing_nodes = refuse_backward_to(self.parameters, _refuse_shard) if ranks.num_weighing > 1 else []
 
     def accumulate_in(self, wide: WideGradients) -> None:
         check_wide(self._modules, wide, self.parameters)
@@ -122,14 +133,20 @@ class FSDP2Wrapper(Wrapper):
         # A held update has no last microbatch: finish_update reduces what all of them have left.
         last = last and not self.is_held
         # FSDP2 reads these in the backward hooks of the microbatch.
-        self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
+        reduces, reduces_all = last or policy != "last", last or policy == "every"
+        self._set(reduce=reduces, all_reduce=reduces_all, last=last)
         try:
             with keeping, self._reducing_wide(), noting_collectives(self._groups, self.meet):
                 yield
+                # No hook has run where the loss depends on no tensor that FSDP2 found in a root module's output.
+                if reduces and holds_fsdp_gradients(self._groups, partly=reduces_all):
+                    reduce_fsdp_gradients(self._modules)
             self.meet(END)
+            if reduces and holds_fsdp_gradients(self._groups, partly=reduces_all):
+                raise stranding(MegabatchError(UNREDUCED))
         finally:
             self._set(reduce=True, all_reduce=True, last=True)
-            if kept and ends_call:  # a module that this microbatch has not used is gathered still
+            if ends_call:  # a model that this microbatch has not used may be gathered still
                 self.reshard()
 
     @contextlib.contextmanager
@@ -156,6 +173,7 @@ class FSDP2Wrapper(Wrapper):
         self.is_held = policy in ("last", "replica_last") or (num_gathered_once(policy) > 0 and self._has_replicas)
 
     def reshard(self) -> None:
+        drop_gathers(self._groups)
         for module in self._modules:
             module.reshard()
 
@@ -169,6 +187,8 @@ class FSDP2Wrapper(Wrapper):
             if any(is_used for (is_used,) in self.ranks.exchange_numbers([holds_fsdp_gradients(self._groups)])):
                 with self._reducing_wide():
                     reduce_fsdp_gradients(self._modules)
+                if holds_fsdp_gradients(self._groups):
+                    raise stranding(MegabatchError(UNREDUCED))
 
     @property
     def reduces_at_end(self) -> bool:
@@ -182,7 +202,9 @@ class FSDP2Wrapper(Wrapper):
 
     def _reducing_wide(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which FSDP2 reduces to the wider dtype, so that it does not round before it adds."""
-        return reducing_to(self._modules, self._wide.dtype) if self._wide.widens else contextlib.nullcontext()
+        if self._wide.widens:
+            return reducing_to(self._modules, self._wide.dtype)
+        return reducing_in_one_dtype(self._groups) if self._casts else contextlib.nullcontext()
 
     def describe_collective(self, number: int) -> str:
         place = number & 0xFFFFFFFF
@@ -196,6 +218,16 @@ class FSDP2Wrapper(Wrapper):
             if self._has_replicas:  # last, since the former sets it too
                 module.set_requires_all_reduce(all_reduce, recurse=False)
             module.set_is_last_backward(last)
+
+
+def _refuse_shard(*_: object) -> None:
+    """Raise for a loss that uses a parameter as a DTensor: its gradient would be that of this rank's samples."""
+    raise stranding(
+        MegabatchError(
+            "the loss uses a sharded parameter itself (by full_tensor(), say), outside of the forward of its module, "
+            "and FSDP2 would not sum its gradient over ranks; use it in the forward of the module that holds it"
+        )
+    )
 
 
 def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:

@@ -99,10 +99,19 @@ class MultiModelWrapper(Wrapper):
                 stack.enter_context(wrapper.without_reduction())
             yield
 
+    def begin_call(self, policy: str) -> None:
+        for wrapper in self.wrappers:
+            wrapper.begin_call(policy)
+        if self._has_two_factors():  # one DDP has a communication hook, say
+            for wrapper in self.wrappers:
+                if isinstance(wrapper, DDPWrapper):
+                    wrapper.average()
+        self._follow()
+
     def hold_reduction(self, policy: str) -> None:
         for wrapper in self.wrappers:
             wrapper.hold_reduction(policy)
-        if len({wrapper.loss_factor for wrapper in self.wrappers}) > 1:  # one DDP has a communication hook, say
+        if self._has_two_factors():
             for wrapper in self.wrappers:
                 if isinstance(wrapper, DDPWrapper):
                     wrapper.release_reduction()
@@ -123,6 +132,9 @@ class MultiModelWrapper(Wrapper):
         for wrapper in self.wrappers:
             wrapper.discard()
         self._follow()
+
+    def _has_two_factors(self) -> bool:
+        return len({wrapper.loss_factor for wrapper in self.wrappers}) > 1
 
     def _follow(self) -> None:
         """Take over what the models' wrappers have changed."""

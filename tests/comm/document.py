@@ -31,7 +31,19 @@ CALLS = {  # how each wrapper is made
 NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
 # A Llama of 8 billion parameters, its gradient in bfloat16: 32 blocks, 64 norms and one more, buckets of 25 MB.
 EXAMPLE = Sizes(
-    C=1, N=8, P=16 * GIGABYTE, R=2 * GIGABYTE, T=291, B=640, G=33, S=8, K=65, Q=65 * 4096 * 2, M=17, W=9 * GIGABYTE
+    C=1,
+    N=8,
+    P=16 * GIGABYTE,
+    R=2 * GIGABYTE,
+    T=291,
+    B=640,
+    F=184,
+    G=33,
+    S=8,
+    K=65,
+    Q=65 * 4096 * 2,
+    M=17,
+    W=9 * GIGABYTE,
 )
 TENSOR_DEGREE = 8
 HEAD = (

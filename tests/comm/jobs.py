@@ -130,7 +130,7 @@ def of_model(name: str) -> dict[str, int]:
     return {
         "P": _nbytes(parameters.values()), "R": _nbytes(root), "Q": _nbytes(norms),
         "E": whole_embedding - parameters["embedding.weight"].nbytes,
-        "W": _nbytes(kept), "M": NUM_GROUPS - 1, "T": len(parameters), "K": len(norms), "G": NUM_GROUPS,
+        "W": _nbytes(kept), "M": NUM_GROUPS - 1, "T": len(parameters), "F": 1, "K": len(norms), "G": NUM_GROUPS,
         "S": axes.get("dp_shard", axes.get("dp", 1)),
         "axes": sum(size > 1 for size in axes.values()),
         "data_axes": sum(size > 1 for axis, size in axes.items() if axis != "tp"),

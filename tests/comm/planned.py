@@ -18,6 +18,7 @@ class Sizes(NamedTuple):
     R: int  # bytes of the root's own group of it
     T: int  # parameters, as tensors
     B: int  # buckets of DDP
+    F: int  # buckets of 25 MiB in which a model without a wrapper is summed; a larger tensor is one by itself
     G: int  # groups of FSDP: the modules that were wrapped
     S: int  # ranks over which a gradient is sharded
     K: int = 0  # parameters of norms under sequence parallelism
@@ -62,7 +63,7 @@ UNUSED = {"all_reduce": ("C*(B+1)", "C*(P+4*T)")}  # and one message of which pa
 UNUSED_EVERY = {"all_reduce": ("C*N*(B+1)", "C*N*(P+4*T)")}
 
 POLICIES = [
-    Policy("plain", "last", {"all_reduce": ("T", "P")}, "P",
+    Policy("plain", "last", {"all_reduce": ("F", "P")}, "P",
            "a few ranks, or a model that no wrapper suits: nothing overlaps"),
     Policy("ddp", "last", once("all_reduce", "B", "P"), "P",
            "the model and its gradient fit on each rank; reduced behind the last backward"),
@@ -109,8 +110,8 @@ POLICIES = [
            "P//S", "FSDP2 has replica_last"),
     Policy("fsdp1-hybrid", "last", GATHERED | once("reduce_scatter", "G", "P") | once("all_reduce", "G", "P//S"), "P",
            "as HSDP"),
-    Policy("tp", "last", {"all_reduce": ("T", "P")}, "P", "layers too wide for a rank, few data ranks"),
-    Policy("tp-sp", "last", {"all_reduce": ("T+K", "P+Q+E")}, "P+E",
+    Policy("tp", "last", {"all_reduce": ("F", "P")}, "P", "layers too wide for a rank, few data ranks"),
+    Policy("tp-sp", "last", {"all_reduce": ("F+K", "P+Q+E")}, "P+E",
            "and long sequences: the norms' gradients are summed once per update"),
     Policy("fsdp2-tp", "every", GATHERED | each("reduce_scatter", "G", "P"), "P//S", "large models on many nodes"),
     Policy("fsdp2-tp", "last", GATHERED | once("reduce_scatter", "G", "P"), "P", "as FSDP2"),

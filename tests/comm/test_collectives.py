@@ -104,8 +104,8 @@ def test_an_opened_update_is_reduced_once_however_many_calls(found, world: int, 
     one, three = (found(_opened(wrapper, calls), world) for calls in (1, 3))
     model, microbatches = found(f"model:{wrapper}", world), 6
     of_gradients = "reduce_scatter" if wrapper == "fsdp2" else "all_reduce"
-    groups, tensors = model["G"], model["T"]
-    reductions = {"plain": tensors, "ddp": tensors, "ddp-find-unused": tensors, "fsdp1": 0}.get(wrapper, groups)
+    groups, buckets = model["G"], model["F"]
+    reductions = {"plain": buckets, "ddp": buckets, "ddp-find-unused": buckets, "fsdp1": 0}.get(wrapper, groups)
     size = model["P"] // model["S"] if wrapper == "hsdp" else model["P"]
     if wrapper == "fsdp1":  # it cannot hold a reduction back
         assert three["reduce_scatter"] == 3 * one["reduce_scatter"]

@@ -5,7 +5,8 @@ beside them are damaged: the token cache, the manifest, metrics and other logs.
 
 `python -m tests.elastic.kills` does it two hundred times and writes kills.json; a number of minutes after it bounds the
 time. `python -m tests.elastic.kills same-bits` does it twenty times on ever other ranks, with update.same_bits, and
-writes kills_same_bits.json.
+writes kills_same_bits.json. `python -m tests.elastic.kills ddp` does it twenty times each on three and on four ranks of
+DDP, which add gradients in an order that depends on their buckets, and writes kills_ddp.json.
 """
 
 import json
@@ -33,6 +34,8 @@ from tests.train.processes import Run, overrides
 
 RESULT = Path(__file__).with_name("kills.json")
 SAME_BITS_RESULT = Path(__file__).with_name("kills_same_bits.json")
+DDP_RESULT = Path(__file__).with_name("kills_ddp.json")
+DDP, DDP_RUNS = {"parallel__wrapper": "ddp"}, ((3,), (4,), (3,), (4,))
 SAME_BITS = {"model__dtype": "float32", "update__same_bits": "proved", "update__max_norm": 0.3, "optim__ema_decay": 0.9}
 OF_RANKS = ("num_microbatches", "slowest_over_mean")  # of a row: what follows from the number of ranks
 NUM_UPDATES, SAVE_EVERY = 30, 2
@@ -254,6 +257,15 @@ def main_same_bits() -> None:
     SAME_BITS_RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def main_ddp() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        outcomes = series(Path(place), DDP_RUNS, KILLS_PER_RUN, DDP)
+    check(outcomes)
+    head = {"command": "python -m tests.elastic.kills ddp", "torch": torch.__version__}
+    result = {**head, "kills": sum(each.kills for each in outcomes), "runs": [asdict(each) for each in outcomes]}
+    DDP_RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main(until: float) -> None:
     with tempfile.TemporaryDirectory() as place:
         plan = [sizes for _, sizes in zip(range(NUM_KILLS // KILLS_PER_RUN), cycle(RUNS), strict=False)]
@@ -277,5 +289,7 @@ def main(until: float) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["same-bits"]:
         main_same_bits()
+    elif sys.argv[1:] == ["ddp"]:
+        main_ddp()
     else:
         main(time.time() + 60 * float((sys.argv[1:] or ["inf"])[0]))  # the minutes within which runs may begin

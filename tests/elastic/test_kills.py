@@ -22,6 +22,21 @@ def test_a_run_with_same_bits_is_the_same_through_kills_and_other_ranks(tmp_path
     assert sum(each.kills for each in outcomes) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("size", [3, 4])
+def test_ranks_of_ddp_go_on_bit_for_bit(tmp_path: Path, size: int) -> None:
+    kills.check(kills.series(tmp_path, [(size,)], 2, kills.DDP))
+
+
+def test_the_result_of_ddp_is_of_twenty_kills_on_three_and_on_four_ranks() -> None:
+    result = json.loads(kills.DDP_RESULT.read_text())
+    for size in (3, 4):
+        runs = [each for each in result["runs"] if each["sizes"] == [size]]
+        assert sum(each["kills"] for each in runs) >= 20
+        assert all(each["difference"] == 0 and each["same_rows"] for each in runs)
+
+
 def test_the_result_of_same_bits_is_of_twenty_kills() -> None:
     result = json.loads(kills.SAME_BITS_RESULT.read_text())
     assert result["kills"] >= 20

@@ -13,6 +13,7 @@ from tests.exact.test_mutations import TIMEOUT_SECONDS, plant
 
 pytestmark = pytest.mark.slow
 CELL, ROW, COUNT = "tests.exact.harness:run_cell", "tests.exact.inputs:run_job", "tests.comm.jobs:run_job"
+REDUCED = "tests.exact.reductions:run_job"
 
 
 def told(wrapper: str, loss: str = "late", sync: str = "last") -> tuple[str, ...]:
@@ -33,14 +34,19 @@ PLANTED = {  # bugs, and the jobs that see each
     Mutation("divide each call by its own weight", "engine/update.py",
              "weights = self.told or call.weights", "weights = call.weights"): told("plain", "terms"),
     Mutation("keep the factor of a mean", "wrappers/ddp.py",
-             "self.is_held, self.loss_factor = True, 1.0", "self.is_held = True"): told("ddp"),
+             " or self.is_held else float", " else float"): told("ddp"),
     Mutation("reduce with each call", "wrappers/ddp.py",
              'if policy == "last" and not self._hooks', "if False"):
         (COUNT, "opened:ddp:last:2:1", "opened:ddp:last:2:3"),
     Mutation("forget to reduce at the end", "wrappers/fsdp2.py",
-             "reduce_fsdp_gradients(self._modules)", "pass"): told("fsdp2"),
+             "with self._reducing_wide():\n                    reduce_fsdp_gradients(self._modules)", "pass"):
+        told("fsdp2"),
     Mutation("forget the replicas at the end", "wrappers/fsdp2.py",
              FLUSH, FLUSH.replace("all_reduce=True", "all_reduce=False")): told("hsdp", sync="replica_last"),
+    Mutation("leave buffers as each rank has them", "wrappers/ddp.py",
+             "broadcast_buffers(self.ddp)", "pass"): (REDUCED, "buffers/open"),
+    Mutation("leave gathered what the last microbatch has not used", "wrappers/fsdp2.py",
+             "                self.reshard()\n", "                pass\n"): (REDUCED, "once/gather_once/forward"),
     Mutation("step what was left out", "engine/update.py",
              "if bool(_differs(returned, told)):", "if False:"): (ROW, "a_sum_that_is_another-half:2"),
     Mutation("average averages", "accumulator.py", ADD, AVERAGE): (ROW, "evaluated_by_counts_that_differ-plain:2"),
@@ -90,7 +96,13 @@ def check_rows(found: dict[str, list[Result]]) -> None:
         test_inputs.check(job, list(values(ranks)))
 
 
-CHECKS = {CELL: check_cells, ROW: check_rows, COUNT: check_counts}
+def check_reduced(found: dict[str, list[Result]]) -> None:
+    for job, ranks in found.items():
+        for value in values(ranks):
+            assert all(value) if job.startswith("buffers") else max(value["errors"]) <= 1e-12
+
+
+CHECKS = {CELL: check_cells, ROW: check_rows, COUNT: check_counts, REDUCED: check_reduced}
 
 
 def passes(function: str, found: dict[str, list[Result]]) -> bool:
@@ -102,7 +114,7 @@ def passes(function: str, found: dict[str, list[Result]]) -> bool:
 
 
 def world(job: str) -> int:
-    return next(int(part) for part in job.split(":") if part in ("1", "2", "4"))
+    return next((int(part) for part in job.split(":") if part in ("1", "2", "4")), 2)
 
 
 def passing(folder: Path, planted: bool) -> list[str]:

@@ -141,7 +141,7 @@ DDP = partial(Wrapper, averages="once", refused=_only_hybrid("DistributedDataPar
 SHARDED = partial(Wrapper, _sharded, refused=_only_hybrid("FSDP2 without replicas"))
 HYBRID = partial(Wrapper, _sharded, refused={})
 REPLICATED = partial(Wrapper, refused=_only_hybrid("replicate"))
-FSDP1 = partial(Wrapper, averages="always", refused=_only_hybrid("FSDP1"))
+FSDP1 = partial(Wrapper, refused=_only_hybrid("FSDP1"))
 SEVERAL = partial(Wrapper, several=True)
 UNLIKE = (
     "the models are wrapped in ways that do not go together (FSDP2 without replicas, DistributedDataParallel); "
