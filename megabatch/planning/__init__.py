@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from megabatch.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from megabatch.planning.dealing import deal as deal
     from megabatch.planning.limits import MeasuredMicrobatch as MeasuredMicrobatch
     from megabatch.planning.limits import TunedLimit as TunedLimit
     from megabatch.planning.partition import balance as balance
@@ -19,6 +20,7 @@ else:
         "TunedLimit": "limits",
         "balance": "partition",
         "best_fit": "partition",
+        "deal": "dealing",
         "deal_microbatches": "partition",
         "num_gathered_once": "plan",
     }

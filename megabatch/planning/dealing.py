@@ -128,8 +128,6 @@ def plan(
     ]
     num_microbatches = max(each.num_microbatches for each in plans)
     plans = [fill_up(each, num_microbatches, cost) for each in plans]
-    if cost is not None:
-        plans = [priced(each, cost) for each in plans]
     return [replace(each, microbatches=pad_with_dummies(each.microbatches, num_microbatches)) for each in plans]
 
 
@@ -139,7 +137,8 @@ def fill_up(plan: Plan, num_microbatches: int, cost: CostModel | None) -> Plan:
     Ranks run as many microbatches as the one that has the most. Smaller ones have less padding than dummies.
     """
     parts = split_into(plan.lengths, plan.microbatches, num_microbatches, (cost or CostModel()).seconds)
-    return replace(plan, microbatches=tuple(parts))
+    filled = replace(plan, microbatches=tuple(parts))
+    return filled if cost is None else priced(filled, cost)
 
 
 class _Dealer:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megabatch import CostModel
 from megabatch.errors import MegabatchError
-from megabatch.planning import Consumed, balance, deal_microbatches
+from megabatch.planning import Consumed, balance, deal, deal_microbatches
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.encode import Named, Skipped, samples_of
@@ -75,15 +75,19 @@ class StreamUpdate:
     skipped: Skipped  # so far, in the present passes over the sources
 
     def share(
-        self, rank: int, num_ranks: int, cost: CostModel | None = None, limits: Sequence[int | None] = ()
-    ) -> list[Named]:
-        """Return a rank's part, as `UpdateSampler` shares it; ``limits``: of the microbatches that are dealt whole."""
+        self, rank: int, num_ranks: int, cost: CostModel | None = None, limits: Sequence[int | None] = (),
+        *, same_bits: bool = False,
+    ) -> list[Named]:  # fmt: skip
+        """Return a rank's part, as `UpdateSampler` shares it, with its limits."""
         lengths = [len(sample["input_ids"]) for _, sample in self.samples]
-        if limits:
-            rows, tokens = limits
+        rows, tokens = limits or (None, None)
+        if same_bits:
             seconds = (cost or CostModel()).seconds
             dealt = deal_microbatches(lengths, num_ranks, seconds, max_rows=rows, max_tokens=tokens)[rank]
             mine = sorted(index for each in dealt for index in each)
+        elif limits:
+            ranks = deal(np.asarray(lengths, dtype=np.int64), num_ranks, cost, max_rows=rows, max_tokens=tokens)
+            mine = np.flatnonzero(ranks == rank).tolist()
         else:
             price = float if cost is None else cost.sample_seconds
             mine = balance([price(length) for length in lengths], num_ranks)[rank]

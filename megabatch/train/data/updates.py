@@ -332,8 +332,10 @@ class Streamed(IterableDataset[Delivery]):
         return str(id)
 
     def _delivery(self, update: StreamUpdate, after: State) -> Delivery:
-        limits = tuple(limits_of(self._stream.config.update).values())
-        mine = update.share(self._ranks.dp_rank, self._ranks.dp_degree, self._cost, limits)
+        settings = self._stream.config.update
+        limits = tuple(limits_of(settings).values())
+        is_fixed = bool(settings.same_bits)
+        mine = update.share(self._ranks.dp_rank, self._ranks.dp_degree, self._cost, limits, same_bits=is_fixed)
         return Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
 
 
@@ -343,8 +345,12 @@ def seen_of(state: State) -> Consumed:
 
 
 def limits_of(update: UpdateConfig) -> dict[str, Any]:
-    """Return the limits of the microbatches that ranks are dealt whole. Empty: they are dealt samples."""
-    keys = ("micro_batch_size", "max_microbatch_tokens") if update.same_bits else ()
+    """Return the limits of a microbatch by which updates are grouped before they are dealt. Empty: samples are dealt.
+
+    Samples that lie in one row have no padding, and an "auto" limit is not known yet.
+    """
+    is_known = update.micro_batch_size is not None or isinstance(update.max_microbatch_tokens, int)
+    keys = ("micro_batch_size", "max_microbatch_tokens") if is_known and not update.one_row else ()
     return {key: getattr(update, key) for key in keys}
 
 
@@ -353,7 +359,7 @@ def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
     size, limits = config.update.global_batch_size, limits_of(config.update)
     return UpdateSampler(
         cast(View, data.train).lengths.tolist(),
-        same_bits=bool(limits),
+        same_bits=bool(config.update.same_bits),
         **limits,
         global_batch_size=size if isinstance(size, int) else sizes_of(config.update),
         seed=config.run.seed,
