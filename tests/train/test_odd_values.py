@@ -99,4 +99,4 @@ def test_a_last_checkpoint_that_can_never_be_written_ends_the_run(
     request = CheckpointRequest(1, {"x": torch.ones(1)}, {"step": 1}, is_best=False, in_turn=True)
     with pytest.raises(MegabatchError, match=r"cannot write .*; it was tried 4 times, and the run ends without it"):
         writer.write_last(request, StopSignal(speaks=False))
-    assert capsys.readouterr().out.count("a signal ends the run, or 4 tries have failed") == 1
+    assert capsys.readouterr().out.count("a signal ends the run, 4 times at most") == 1
