@@ -132,8 +132,8 @@ class Writer:
                     ) from None
                 if number == 0:
                     self._console.warn(
-                        f"{error}; the last one is tried until it is written, or a signal ends the run, {MOST_TRIES} times "
-                        "at most"
+                        f"{error}; the last one is tried until it is written, or a signal ends the run, "
+                        f"{MOST_TRIES} times at most"
                     )
         return None
 
