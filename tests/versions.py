@@ -31,9 +31,9 @@ EXTRAS = (
 ON_TORCH = ("accelerate", "peft", "trl")  # what would bring a torch of its own
 RUNNER = ("pytest", "pytest-xdist", "execnet", "iniconfig", "pluggy", "Pygments", "packaging")
 OLDEST = {
-    "accelerate": "1.10.0", "datasets": "4.7.0", "numpy": "1.26.0", "peft": "0.18.0", "pydantic": "2.0",
-    "rich": "13.0.0", "safetensors": "0.5.0", "tomli_w": "1.0.0", "transformers": "5.1.0", "trl": "1.0.0",
-    "tyro": "1.0.2",
+    "accelerate": "1.10.0", "datasets": "4.7.0", "numpy": "1.26.0", "peft": "0.18.0", "pyarrow": "21.0.0",
+    "pydantic": "2.0", "rich": "13.0.0", "safetensors": "0.5.0", "tomli_w": "1.0.0", "transformers": "5.1.0",
+    "trl": "1.0.0", "tyro": "1.0.2",
 }  # fmt: skip
 TESTS = ("tests/test_torch_private.py", "tests/unit/test_accumulator.py")
 COLUMNS = {  # of the table → the programs
