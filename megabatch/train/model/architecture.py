@@ -39,6 +39,8 @@ OWNED_KEYS = {  # of model.config, that the trainer sets
     "use_cache": "the trainer sets it (false while it trains): leave it out",
     "attn_implementation": "set model.attention",
 }
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # transformers' own code
+DTYPES = re.compile(r"\b(Double|Float|Half|BFloat16|Float16|Float32|Float64)\b")  # in torch's words
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
 BYTES_TEMPLATE = """\
 {% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}\
@@ -51,6 +53,7 @@ def architecture_of(config: ModelConfig) -> PreTrainedConfig:
     with silence():
         architecture = saved_architecture(config.name) if config.name is not None else new_architecture(config)
     check_sizes(architecture)
+    check_own_code(architecture, config)
     return architecture
 
 
@@ -118,6 +121,28 @@ def check_sizes(architecture: PreTrainedConfig) -> None:
             )
 
 
+def check_own_code(architecture: PreTrainedConfig, config: ModelConfig) -> None:
+    """Raise for an implementation that transformers would take from a repository of the hub, and run."""
+    attention = config.attention or getattr(architecture, "_attn_implementation", None)  # the recipe's replaces all
+    experts = getattr(architecture, "_experts_implementation", None)
+    for names in (attention, experts):
+        for name in names.values() if isinstance(names, dict) else (names,):
+            if name is not None and name not in IMPLEMENTATIONS and not is_installed(str(name)):
+                raise MegabatchError(
+                    f"{key_of(config)} asks for the implementation {name!r}, which is no code of transformers or not "
+                    f"installed here; set model.attention to {' or '.join(IMPLEMENTATIONS[:2])}, or change its config"
+                )
+    for part in vars(architecture).values():
+        if isinstance(part, PreTrainedConfig):
+            check_own_code(part, config)
+
+
+def is_installed(name: str) -> bool:
+    """Return True for a package of kernels that this machine has; in place of another, transformers asks the hub."""
+    installed = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    return name in installed and installed[name]()
+
+
 def positions_of(architecture: PreTrainedConfig) -> int | None:
     """Return the number of positions of the model, or None if its config does not say."""
     positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
@@ -182,6 +207,7 @@ def outline(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedMo
 
 def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
     """Return the model as transformers makes it. Raises `MegabatchError` in one line."""
+    check_own_code(architecture, config)
     backend = {} if config.attention is None else {"attn_implementation": config.attention}
     try:
         with silence():
@@ -200,8 +226,8 @@ def check_tied(model: Any) -> None:
     for name, other in getattr(model, "all_tied_weights_keys", {}).items():
         if parameters.get(name) is not parameters.get(other):
             raise MegabatchError(
-                f"{type(model).__name__} has {name} apart from {other}, which its config ties; upgrade transformers, "
-                "or set model.config.tie_word_embeddings = false"
+                f"{type(model).__name__} has {name} apart from {other}, which its config ties; upgrade "
+                "transformers, or set model.config.tie_word_embeddings = false"
             )
 
 
@@ -210,6 +236,11 @@ def refused(config: ModelConfig, error: Exception) -> MegabatchError:
     key = key_of(config)
     if "Unrecognized configuration class" in str(error):
         return MegabatchError(f"{key} is not of a causal language model that transformers knows; choose one that is")
+    if isinstance(error, RuntimeError) and DTYPES.search(str(error)):
+        return MegabatchError(
+            f"a layer of {key} does not compute in model.dtype = {config.dtype!r} ({in_one_line(error)}); set "
+            "model.dtype to another, float32 or bfloat16 say"
+        )
     return MegabatchError(f"transformers refuses {key} ({in_one_line(error)}); change it there")
 
 
