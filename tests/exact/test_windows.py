@@ -22,7 +22,7 @@ def told(wrapper: str, loss: str = "late", sync: str = "last") -> tuple[str, ...
 
 
 FLUSH = "self._set(reduce=True, all_reduce=True, last=True)\n            # A model"
-ADD = "sums.add(terms_of(loss_fn(self.model, step.microbatch)), step)"
+ADD = "sums.add(terms_of(forwards.run(loss_fn, self.model, step.microbatch)), step)"
 AVERAGE = ADD.replace("sums.add(", "terms = ").replace(", step)", "") + (
     "\n                    "
     "sums.add({name: type(each)(each.total / each.weight, 1.0) for name, each in terms.items()}, step)"
