@@ -26,8 +26,9 @@ KINDS = {
 
 
 def prompted(kind: str) -> Any:
+    model = gpt2()
     torch.manual_seed(0)
-    return peft.get_peft_model(gpt2(), KINDS[kind]()).double()
+    return peft.get_peft_model(model, KINDS[kind]()).double()
 
 
 def with_front(samples: list[Any]) -> dict[str, Tensor]:
@@ -63,7 +64,7 @@ def test_virtual_tokens_train_and_evaluate_exactly(kind, collate, tmp_path):
     trainer.train()
     gradients, loss = expected(kind)
     for name, gradient in gradients.items():
-        assert (recorder.gradients[0][name] - gradient).norm() <= 1e-12 * max(float(gradient.norm()), 1e-3), name
+        assert (recorder.gradients[0][name] - gradient).norm() <= 1e-12, name
     assert abs(recorder.logged[0]["loss"] - loss) <= 1e-5
     assert trainer.evaluate()["eval_loss"] > 0
 
