@@ -166,19 +166,21 @@ def _join_samples(loss: nn.Module) -> JointLoss:
 def _run_on_embeddings(loss: Any, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
     """Return the loss of embeddings [N, D] of each column, with another module in the place of its model."""
     stand_in = _StandIn(embeddings[0].shape[-1])  # one for all: a loss may decorate the model of the loss in it
-    models = [(module, module.model) for module in loss.modules() if _is_model(getattr(module, "model", nn.Module()))]
+    models: list[tuple[nn.Module, str, nn.Module]] = []
+    for module in loss.modules():
+        models += [(module, name, child) for name, child in module.named_children() if _is_model(child)]
     try:
-        for module, _ in models:
-            module.model = stand_in
+        for module, name, _ in models:
+            setattr(module, name, stand_in)
         features = [{EMBEDDING: each} for each in embeddings]
         cached = getattr(loss, "calculate_loss", None)  # of losses that cache gradients, as a JointLoss does
         found: Any = loss(features, labels) if cached is None else cached([[each] for each in embeddings], labels)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise LossContractError(
             f"{type(loss).__name__} reads more than sentence embeddings ({in_one_line(error)}), which an update cannot "
             "keep; train with SentenceTransformerTrainer, or choose another loss"
         ) from error
     finally:
-        for module, model in models:
-            module.model = model
+        for module, name, model in models:
+            setattr(module, name, model)
     return sum(found.values()) if isinstance(found, Mapping) else found

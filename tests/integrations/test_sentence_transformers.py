@@ -13,6 +13,7 @@ from tests.exact import oracle
 from tests.integrations.trainers import Recorder
 
 st = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed (extra: dev)")
+losses = st.sentence_transformer.losses
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -36,21 +37,21 @@ ANCHORS = pairs(("anchor", "positive"))
 TRIPLETS = pairs(("anchor", "positive", "negative"))
 CLASSES = pairs(("sentence",), label=lambda draw: draw.randrange(2))
 LOSSES: dict[str, tuple[Any, Any]] = {
-    "CosineSimilarityLoss": (lambda model: st.sentence_transformer.losses.CosineSimilarityLoss(model), SCORED),
-    "CoSENTLoss": (lambda model: st.sentence_transformer.losses.CoSENTLoss(model), SCORED),
-    "AnglELoss": (lambda model: st.sentence_transformer.losses.AnglELoss(model), SCORED),
-    "MultipleNegativesRankingLoss": (lambda model: st.sentence_transformer.losses.MultipleNegativesRankingLoss(model), ANCHORS),
-    "with negatives": (lambda model: st.sentence_transformer.losses.MultipleNegativesRankingLoss(model), TRIPLETS),
-    "cached": (lambda model: st.sentence_transformer.losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), ANCHORS),
-    "symmetric": (lambda model: st.sentence_transformer.losses.MultipleNegativesSymmetricRankingLoss(model), ANCHORS),
-    "TripletLoss": (lambda model: st.sentence_transformer.losses.TripletLoss(model), TRIPLETS),
-    "BatchAllTripletLoss": (lambda model: st.sentence_transformer.losses.BatchAllTripletLoss(model), CLASSES),
+    "CosineSimilarityLoss": (lambda model: losses.CosineSimilarityLoss(model), SCORED),
+    "CoSENTLoss": (lambda model: losses.CoSENTLoss(model), SCORED),
+    "AnglELoss": (lambda model: losses.AnglELoss(model), SCORED),
+    "MultipleNegativesRankingLoss": (lambda model: losses.MultipleNegativesRankingLoss(model), ANCHORS),
+    "with negatives": (lambda model: losses.MultipleNegativesRankingLoss(model), TRIPLETS),
+    "cached": (lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), ANCHORS),
+    "symmetric": (lambda model: losses.MultipleNegativesSymmetricRankingLoss(model), ANCHORS),
+    "TripletLoss": (lambda model: losses.TripletLoss(model), TRIPLETS),
+    "BatchAllTripletLoss": (lambda model: losses.BatchAllTripletLoss(model), CLASSES),
     "matryoshka": (
-        lambda model: st.sentence_transformer.losses.MatryoshkaLoss(model, st.sentence_transformer.losses.MultipleNegativesRankingLoss(model), [16, 8]), ANCHORS,
+        lambda model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]), ANCHORS,
     ),
     "several": (
-        lambda model: {"scored": st.sentence_transformer.losses.CosineSimilarityLoss(model),
-                       "anchors": st.sentence_transformer.losses.MultipleNegativesRankingLoss(model)},
+        lambda model: {"scored": losses.CosineSimilarityLoss(model),
+                       "anchors": losses.MultipleNegativesRankingLoss(model)},
         {"scored": SCORED, "anchors": ANCHORS},
     ),
 }  # fmt: skip
@@ -115,10 +116,10 @@ def test_a_loss_that_is_no_function_of_embeddings_alone_is_refused(folder, tmp_p
     from megabatch.integrations.sentence_transformers import MegabatchSentenceTransformerTrainer
 
     def classifier(model: Any) -> nn.Module:
-        return st.sentence_transformer.losses.SoftmaxLoss(model, 16, num_labels=2)
+        return losses.SoftmaxLoss(model, 16, num_labels=2)
 
     def guided(model: Any) -> nn.Module:
-        return st.sentence_transformer.losses.GISTEmbedLoss(model, guide=model_of(folder))
+        return losses.GISTEmbedLoss(model, guide=model_of(folder))
 
     labelled = pairs(("premise", "hypothesis"), label=lambda draw: draw.randrange(2))
     for loss, data, cause in ((classifier, labelled, "parameters of its own"), (guided, ANCHORS, "has a guide")):
