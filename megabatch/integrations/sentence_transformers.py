@@ -7,6 +7,7 @@ that an update has of a data set, so that in-batch negatives are those of the up
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler
 
@@ -72,7 +73,7 @@ class MegabatchSentenceTransformerTrainer(MegabatchTrainer, SentenceTransformerT
 
     def _loss_of(self, batch: list[Any]) -> JointLoss:
         name = batch[0].get("dataset_name", "") if batch else ""
-        return self._joint_losses.get(name, cast(JointLoss, self._given_loss))
+        return self._joint_losses.get(name, next(iter(self._joint_losses.values())))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate the operations of a batch."""
@@ -150,7 +151,7 @@ def _join_samples(loss: nn.Module) -> JointLoss:
     """Return a loss of sentence-transformers as a loss over all samples of a call."""
 
     def encode(model: Any, microbatch: Any) -> dict[str, Tensor]:
-        features, labels = SentenceTransformerTrainer.collect_features(cast(Any, None), microbatch)
+        features, labels = cast(Any, SentenceTransformerTrainer).collect_features(None, microbatch)
         embeddings = {str(index): model(column)[EMBEDDING] for index, column in enumerate(features)}
         return embeddings if labels is None else {**embeddings, LABELS: labels}
 
@@ -183,4 +184,4 @@ def _run_on_embeddings(loss: Any, embeddings: list[Tensor], labels: Tensor | Non
     finally:
         for module, name, model in models:
             setattr(module, name, model)
-    return sum(found.values()) if isinstance(found, Mapping) else found
+    return torch.stack([*found.values()]).sum() if isinstance(found, dict) else found

@@ -245,7 +245,7 @@ class MegabatchTrainer(Trainer):
             model.zero_grad()  # so that the optimizer has nothing to step
         return update.loss.to(torch.float32)
 
-    def _loss_of(self, _: Any) -> LossFunction | JointLoss:
+    def _loss_of(self, batch: list[Any]) -> LossFunction | JointLoss:
         """Return the loss of a call's samples, with the trainer's hooks."""
         return cast(LossFunction, self._loss_fn)
 

@@ -43,7 +43,12 @@ LOSSES: dict[str, tuple[Any, Any]] = {
     "MultipleNegativesRankingLoss": (lambda model: losses.MultipleNegativesRankingLoss(model), ANCHORS),
     "with negatives": (lambda model: losses.MultipleNegativesRankingLoss(model), TRIPLETS),
     "cached": (lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), ANCHORS),
-    "symmetric": (lambda model: losses.MultipleNegativesSymmetricRankingLoss(model), ANCHORS),
+    "symmetric": (
+        lambda model: losses.MultipleNegativesRankingLoss(
+            model, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"
+        ),
+        ANCHORS,
+    ),
     "TripletLoss": (lambda model: losses.TripletLoss(model), TRIPLETS),
     "BatchAllTripletLoss": (lambda model: losses.BatchAllTripletLoss(model), CLASSES),
     "matryoshka": (
