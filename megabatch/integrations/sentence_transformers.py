@@ -54,7 +54,7 @@ class MegabatchSentenceTransformerTrainer(MegabatchTrainer, SentenceTransformerT
             raise PlanError("MegabatchSentenceTransformerTrainer needs a data set with a length; give a Dataset")
         args = self.args
         size = args.per_device_train_batch_size * args.world_size
-        loader = self._build_dataloader(self.train_dataset, size, dataset_kind="train")
+        loader = self._build_dataloader(cast(Any, self.train_dataset), size, dataset_kind="train")
         sampler = _RankBatches(cast(Any, loader.batch_sampler), args.process_index, args.world_size)
         self._gives_samples = True
         return DataLoader(_Numbered(loader.dataset), batch_sampler=sampler, collate_fn=list)
