@@ -521,8 +521,6 @@ class GradientAccumulator:
         with agreeing():
             agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
         assert prepared is not None  # else its failure was raised
-        if plan is None:
-            prepared, agreement = planner.fill_up(prepared, agreement, hooks)
         self.last_plan = with_dummies(prepared.plan, agreement.num_microbatches)
         # With trains=False the wrapper prepares no reduction, which would wait for a backward.
         steps = iterate_steps(prepared, agreement, hooks.weigh, wrapper, trains=False)
@@ -861,8 +859,6 @@ class GradientAccumulator:
             from megabatch.pipeline.run import pad_to_schedule
 
             prepared, agreement = pad_to_schedule(wrapper, prepared, agreement)
-        elif given is None:
-            prepared, agreement = planner.fill_up(prepared, agreement, hooks)
         if self._same_bits:
             cast(Any, self._planner).check_call(wrapper, prepared.plan)
         # A later call may leave this rank without samples: it then repeats one of these, with weight 0.

@@ -197,8 +197,8 @@ def hooks_after_grad(parameter: Any) -> list[Callable[..., Any]]:
 # Where torch defines the hooks that its wrappers and its memory tracker put on parameters, and megabatch's own. torch's
 # other functions are no hooks of torch: a user may register any of them.
 HOMES_OF_HOOKS = (
-    "megabatch.engine.", "megabatch.simulate.", "megabatch.wrappers.", "torch.distributed._composable.",
-    "torch.distributed._tools.", "torch.distributed.fsdp.", "torch.nn.parallel.distributed.",
+    "megabatch.", "torch.distributed._composable.", "torch.distributed._tools.",
+    "torch.distributed.fsdp.", "torch.nn.parallel.distributed.",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Batch, Samples
-from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned
+from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned
 from megabatch.errors import PlanError
 from megabatch.losses.contract import LossHooks
 from megabatch.planning.plan import Plan, check_lengths, priced
@@ -34,11 +34,6 @@ class ShapesPlanner(MicrobatchPlanner):
     def is_packed(self) -> bool:
         """True if the samples of a microbatch lie in one row."""
         return isinstance(self.collate, OneRow)
-
-    def fill_up(
-        self, prepared: PreparedBatch, agreement: CallAgreement, hooks: LossHooks
-    ) -> tuple[PreparedBatch, CallAgreement]:
-        return prepared, agreement  # smaller microbatches would have other shapes
 
     def plan(self, samples: Samples) -> Plan:
         """Return the plan by which samples are split into microbatches."""

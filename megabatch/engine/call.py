@@ -25,7 +25,6 @@ from megabatch.engine.ownership import ByLoss
 from megabatch.errors import LossContractError, MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights, is_own
 from megabatch.losses.padded_targets import check_weights
-from megabatch.planning.dealing import fill_up
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import (
     CostModel,
@@ -223,25 +222,6 @@ class MicrobatchPlanner:
         prepared = collate_planned(samples, plan, weigh)
         self._check_padding(samples, plan, hooks)
         return prepared
-
-    def fill_up(
-        self, prepared: PreparedBatch, agreement: "CallAgreement", hooks: LossHooks
-    ) -> tuple[PreparedBatch, "CallAgreement"]:
-        """Cut this rank's microbatches smaller where other ranks have more of them: dummies would compute for nothing.
-
-        Rows of several samples stay as they are. So do microbatches that would be loaded again, or that functions of
-        the user's make, which may draw random numbers. The rank then runs dummies.
-        """
-        samples, plan = prepared.samples, prepared.plan
-        if agreement.num_microbatches <= len(plan.microbatches) or not len(samples):
-            return prepared, agreement
-        has_rows = not plan.padded or bool(plan.shared)
-        if has_rows or samples.deferred is not None or not self.is_repeatable(hooks):
-            return prepared, agreement
-        filled = fill_up(plan, agreement.num_microbatches, self.known_cost)
-        weigh = self.weigh_own(hooks.weigh) if self.ranks.context_groups else hooks.weigh
-        prepared = collate_planned(samples, filled, weigh)
-        return prepared, replace(agreement, dummy=prepared.dummy)
 
     def _check_padding(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
         """Raise `LossContractError` for a weight that counts padding. Compare each ``weigh`` once."""

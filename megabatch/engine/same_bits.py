@@ -109,11 +109,6 @@ def check_modules(models: Sequence[nn.Module]) -> None:
 class SameBitsPlanner(MicrobatchPlanner):
     """Splits a rank's samples as if it held the whole update, in ascending order of length."""
 
-    def fill_up(
-        self, prepared: PreparedBatch, agreement: CallAgreement, hooks: LossHooks
-    ) -> tuple[PreparedBatch, CallAgreement]:
-        return prepared, agreement  # the cut belongs to the update, not to its ranks
-
     def plan(self, samples: Samples) -> Plan:
         lengths = samples.lengths
         check_lengths(lengths, self.max_microbatch_tokens)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megabatch.errors import require_count
-from megabatch.planning.partition import balance_lengths, split, split_into
+from megabatch.planning.partition import balance_lengths, split
 from megabatch.planning.plan import (
     LAUNCH_SHARE,
     CostModel,
@@ -27,8 +27,7 @@ from megabatch.planning.plan import (
 )
 
 MORE_ROUNDS = 6  # numbers of microbatches a rank that are tried, from the smallest on
-MANY_GROUPS = 2048  # with more, one more microbatch a rank changes little, and few numbers are tried
-FEW_SAMPLES = 512  # of which single samples are dealt too, to compare
+FEW_SAMPLES = 4096  # with more, one answer is made and not priced: the last microbatches matter little
 NEAR = 1.003  # the budget of a group is found up to this factor
 
 
@@ -37,13 +36,6 @@ class _Groups(NamedTuple):
 
     starts: list[int]
     prices: list[float]
-
-
-class _Dealt(NamedTuple):
-    """The rank of each sample, and the seconds of the slowest rank."""
-
-    ranks: np.ndarray
-    seconds: float
 
 
 def deal(
@@ -57,8 +49,8 @@ def deal(
 ) -> np.ndarray:
     """Return the rank of each sample of an update.
 
-    Groups of equal cost are tried for several numbers of microbatches a rank. Few samples are also dealt one by one.
-    The answer with the least predicted time of the slowest rank wins.
+    Groups of equal cost are tried for several numbers of microbatches a rank. Few samples are also dealt one by one,
+    and each answer is priced as ranks then run it. The one whose slowest rank takes the least time wins.
 
     Args:
         lengths: [samples], tokens of each.
@@ -79,10 +71,12 @@ def deal(
         launch = max_tokens * price.seconds_per_token / LAUNCH_SHARE
         price = replace(price, seconds_per_microbatch=launch)
     dealer = _Dealer(lengths, num_ranks, price, max_rows, max_tokens, speeds)
-    answers = list(dealer.deal_groups())
-    if len(lengths) <= FEW_SAMPLES and speeds is None:
+    answers = dealer.deal_groups()
+    if len(lengths) > FEW_SAMPLES:
+        return answers[0]
+    if speeds is None:
         answers.append(dealer.deal_samples())
-    return min(answers, key=lambda answer: answer.seconds).ranks
+    return min(answers, key=dealer.price)
 
 
 def plan(
@@ -105,8 +99,7 @@ def plan(
         cost: Seconds and bytes of a microbatch. None uses relative costs, and predicts no time.
 
     Returns:
-        A plan for each rank. All have the same number of microbatches. A rank with fewer samples than that ends with
-        dummy microbatches.
+        A plan for each rank. All have the same number of microbatches: shorter shares end with dummy microbatches.
 
     Raises:
         PlanError: A length or a setting is not a positive count, both or neither limit are given, or a sample is
@@ -127,18 +120,9 @@ def plan(
         for share in shares
     ]
     num_microbatches = max(each.num_microbatches for each in plans)
-    plans = [fill_up(each, num_microbatches, cost) for each in plans]
+    if cost is not None:
+        plans = [priced(each, cost) for each in plans]
     return [replace(each, microbatches=pad_with_dummies(each.microbatches, num_microbatches)) for each in plans]
-
-
-def fill_up(plan: Plan, num_microbatches: int, cost: CostModel | None) -> Plan:
-    """Return the plan with its microbatches cut smaller until there are ``num_microbatches``, or one for each sample.
-
-    Ranks run as many microbatches as the one that has the most. Smaller ones have less padding than dummies.
-    """
-    parts = split_into(plan.lengths, plan.microbatches, num_microbatches, (cost or CostModel()).seconds)
-    filled = replace(plan, microbatches=tuple(parts))
-    return filled if cost is None else priced(filled, cost)
 
 
 class _Dealer:
@@ -175,25 +159,36 @@ class _Dealer:
         by_tokens = self._num_samples if self._max_tokens is None else self._max_tokens // length
         return max(1, min(by_rows, by_tokens))
 
-    def deal_groups(self) -> list[_Dealt]:
+    def deal_groups(self) -> list[np.ndarray]:
         """Deal groups of equal cost, once for each number of microbatches a rank that is tried."""
         largest = self._cut([float("inf")])
         fewest = -(-len(largest.starts) // self._num_ranks)
         counts_samples = self._max_tokens is None  # who counts samples expects the fewest microbatches
-        more = 1 if counts_samples or len(largest.starts) > MANY_GROUPS else MORE_ROUNDS
+        more = 1 if counts_samples or self._num_samples > FEW_SAMPLES else MORE_ROUNDS
         rounds = range(fewest, min(fewest + more, max(fewest + 1, self._num_samples)))
         most = fewest if counts_samples else None
         return [self._deal(self._equal_groups(number * self._num_ranks), most) for number in rounds]
 
-    def deal_samples(self) -> _Dealt:
+    def deal_samples(self) -> np.ndarray:
         """Deal single samples by cost. Each rank then cuts its own."""
-        ranks = balance_lengths(self._lengths, self._cost.sample_seconds, self._num_ranks)
+        return balance_lengths(self._lengths, self._cost.sample_seconds, self._num_ranks).astype(np.int64)
+
+    def price(self, ranks: np.ndarray) -> float:
+        """Return the seconds of the slowest rank, if each cuts its share by itself.
+
+        A rank with fewer microbatches than another repeats its last one as a dummy.
+        """
         prices: list[list[float]] = []
         for rank in range(self._num_ranks):
-            lengths = self._lengths[ranks == rank].tolist()
+            lengths: list[int] = self._lengths[ranks == rank].tolist()
             groups = split(lengths, self._cost.seconds, max_rows=self._max_rows, max_tokens=self._max_tokens)
             prices.append([self._cost.seconds(len(group), lengths[group[0]]) for group in groups])
-        return _Dealt(ranks.astype(np.int64), self._slowest(prices))
+        most = max(map(len, prices))
+        shortest = min(of_rank[-1] for of_rank in prices if of_rank)  # which a rank without samples is sent
+        dummies = [(most - len(of_rank)) * (of_rank[-1] if of_rank else shortest) for of_rank in prices]
+        return max(
+            (sum(of_rank) + dummy) / speed for of_rank, dummy, speed in zip(prices, dummies, self._speeds, strict=True)
+        )
 
     def _cut(self, budgets: Sequence[float], most: int | None = None) -> _Groups:
         """Cut the sorted samples into groups, each within the next of the budgets, which repeat, and the limits.
@@ -252,27 +247,17 @@ class _Dealer:
         ranks = list(range(self._num_ranks))
         return [*ranks, *reversed(ranks)]
 
-    def _deal(self, groups: _Groups, most: int | None) -> _Dealt:
+    def _deal(self, groups: _Groups, most: int | None) -> np.ndarray:
         """Deal groups, at most so many to a rank: the costliest first. Ranks of other speeds take turns."""
-        num_groups = len(groups.starts)
         if self._is_even:
             rank_of = _deal_by_cost(groups.prices, self._num_ranks, most)
         else:
             turns = self._turns()
-            rank_of = [turns[index % len(turns)] for index in range(num_groups)]
-        prices: list[list[float]] = [[] for _ in range(self._num_ranks)]
-        for price, rank in zip(groups.prices, rank_of, strict=True):
-            prices[rank].append(price)
+            rank_of = [turns[index % len(turns)] for index in range(len(groups.starts))]
         sizes = np.diff([*groups.starts, self._num_samples])
         ranks = np.empty(self._num_samples, dtype=np.int64)
         ranks[self._order] = np.repeat(rank_of, sizes)
-        return _Dealt(ranks, self._slowest(prices))
-
-    def _slowest(self, prices: Sequence[Sequence[float]]) -> float:
-        """Return the seconds of the slowest rank. Every rank launches as many microbatches as the one with the most."""
-        most, launch = max(map(len, prices)), self._cost.seconds_per_microbatch
-        seconds = [sum(of_rank) + (most - len(of_rank)) * launch for of_rank in prices]
-        return max(value / speed for value, speed in zip(seconds, self._speeds, strict=True))
+        return ranks
 
 
 def _deal_by_cost(prices: Sequence[float], num_ranks: int, most: int | None) -> list[int]:

@@ -27,7 +27,11 @@ from megabatch.wrappers.mesh import DataRanks
 
 
 class FSDP1Wrapper(Wrapper):
-    """Reduces increments as FSDP2 does. FSDP1 averages by itself, and sums in the microbatches of this wrapper."""
+    """Reduces increments as FSDP2 does. FSDP1 averages by itself, and sums in the microbatches of this wrapper.
+
+    Without shards it reduces the whole gradient each time, with what earlier reductions have left in it. A mean of
+    equal parts leaves those as they are, and a sum would multiply them. There ``loss_factor`` undoes the mean.
+    """
 
     kind_name = "FSDP1"
     forwards_meet = True
@@ -45,6 +49,8 @@ class FSDP1Wrapper(Wrapper):
         self._is_sharded = fsdp.sharding_strategy != ShardingStrategy.NO_SHARD
         if self._is_sharded:  # a flat shard is a plain tensor, so torch's norm would be that of this shard alone
             self.norm_groups = [cast(dist.ProcessGroup, fsdp.process_group)]
+        else:
+            self.loss_factor = float(ranks.num_weighing)
         self._check_precision()
 
     def accumulate_in(self, wide: WideGradients) -> None:
@@ -71,7 +77,7 @@ class FSDP1Wrapper(Wrapper):
         # no_sync keeps the unsharded gradient, as "last" of FSDP2 does.
         reduces = last or policy == "every"
         with (
-            summing_flat(self._states),
+            summing_flat(self._states if self._is_sharded else []),
             contextlib.nullcontext() if reduces else self._fsdp.no_sync(),
             noting_flat_collectives(self._states, self.meet, reduces=reduces),
         ):

@@ -256,7 +256,7 @@ def test_a_later_sequence_of_a_row_that_is_seen_is_refused() -> None:
 def test_rounding_and_dropout_are_no_difference(dtype: torch.dtype, collate: Any) -> None:
     torch.manual_seed(3)
     model = of_kind(GPT2LMHeadModel, resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1).to(dtype)
-    model.register_buffer("calls", torch.zeros(()))
+    model.register_buffer("calls", torch.zeros((), dtype=torch.int64))  # a float would be a state that is learned
     model.transformer.register_forward_pre_hook(shapes.unseen(lambda *_: model.calls.add_(1) and None))
     before = torch.get_rng_state()
     gradient = GradientAccumulator(model, max_microbatch_tokens=64, shapes=3, collate=collate)

@@ -160,7 +160,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "replicate": REPLICATED(_replicated, (2, 3, 4)),
     "fsdp1": FSDP1(partial(_fsdp1, strategy=ShardingStrategy.FULL_SHARD), (2, 3)),
     "fsdp1-grad-op": FSDP1(partial(_fsdp1, strategy=ShardingStrategy.SHARD_GRAD_OP), (2, 3)),
-    "fsdp1-no-shard": FSDP1(partial(_fsdp1, strategy=ShardingStrategy.NO_SHARD), (2, 3)),
+    "fsdp1-no-shard": FSDP1(partial(_fsdp1, strategy=ShardingStrategy.NO_SHARD), (2, 3), averages="always"),
     "fsdp1-hybrid": FSDP1(partial(_fsdp1, strategy=ShardingStrategy.HYBRID_SHARD), (4,), _hybrid_axes),
     "several": SEVERAL(partial(_both, _plain), (1, 2)),
     "several-ddp": DDP(partial(_both, _ddp), (2, 3), several=True),

@@ -12,6 +12,12 @@ SAMPLE = "sample is {}"
 WEIGHT = "sample 1 is"
 KEYS = "['x'] … ['x', 'y']"
 
+
+def deferred(*samples: dict[str, torch.Tensor]) -> Deferred:
+    """Samples whose keys and shapes are known when they are loaded, so that the plan cannot keep them apart."""
+    return Deferred(samples.__getitem__, [1] * len(samples))
+
+
 BATCHES = {
     "a number": (3, KIND.format("int")),
     "nothing": (None, KIND.format("NoneType")),
@@ -26,9 +32,9 @@ BATCHES = {
     "samples without tensors": ([{}], SAMPLE.format("empty")),
     "samples of words": ([{"x": "one"}], "'x'"),
     "types that differ": ([{"x": ONE}, {"x": ONE.long()}], "'x' … ['torch.float64', 'torch.int64']"),
-    "keys that differ": ([{"x": ONE}, {"x": ONE, "y": ONE}], KEYS),
-    "other dims that differ": ([{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}], "'x' … [(1, 2), (1, 3)]"),
-    "numbers of dims that differ": ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2)}], "'x' … [(1, 2), (2,)]"),
+    "keys that differ": (deferred({"x": ONE}, {"x": ONE, "y": ONE}), KEYS),
+    "other dims that differ": (deferred({"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}), "'x' … [(1, 2), (1, 3)]"),
+    "numbers of dims that differ": (deferred({"x": torch.ones(1, 2)}, {"x": torch.ones(1)}), "'x' … [(1,), (1, 2)]"),
     "a deferred sample longer than told": (
         Deferred(lambda index: {"x": TWO}, [1]),
         "sample 0 of … has 2 tokens … says 1",

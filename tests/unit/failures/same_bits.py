@@ -123,7 +123,10 @@ FAILURES |= {
     "proved with a batch that has changed": Failure(
         'same_bits="proved" has run the update again … other bits', lambda: change_batch(proved()), MegabatchError
     ),
-    "a sampler with a limit": Failure("without same_bits=True", lambda: sampler(micro_batch_size=2)),
+    "speeds without a limit": Failure("dealt single samples", lambda: sampler(speeds=[1.0], dp_rank=0, dp_degree=1)),
+    "speeds of other ranks": Failure(
+        "speeds has 2 … for 1 …", lambda: sampler(speeds=[1.0, 1.0], micro_batch_size=2, dp_rank=0, dp_degree=1)
+    ),
     "a sampler with same_bits alone": Failure("neither of micro_batch_size", lambda: sampler(same_bits=True)),
     "a sampler of a longer sample": Failure(
         "sample 1 has 4 tokens", lambda: sampler(same_bits=True, max_microbatch_tokens=3)
