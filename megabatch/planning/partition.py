@@ -4,7 +4,6 @@ All are pure and deterministic: every rank computes the same answer from the sam
 """
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -189,41 +188,6 @@ def split(
         groups.append(tuple(order[starts[end] : end]))
         end = starts[end]
     return groups[::-1]
-
-
-def split_into(
-    lengths: Sequence[int], groups: Sequence[tuple[int, ...]], number: int, seconds: Callable[[int, int], float]
-) -> list[tuple[int, ...]]:
-    """Split groups until there are ``number``, each time where it saves the most. Single items are not split.
-
-    Args:
-        lengths: Tokens of each item.
-        groups: Items of each group.
-        number: Groups to make. With fewer items than that there is one group for each item.
-        seconds: Price of a group by its number of items and the tokens of its longest.
-
-    Returns:
-        The groups, and those that were split by their parts.
-    """
-    parts = [tuple(sorted(group, key=lengths.__getitem__, reverse=True)) for group in groups]
-    cuts = [_best_cut([lengths[item] for item in part], seconds) for part in parts]
-    while len(parts) < number and any(place for _, place in cuts):
-        index = max(range(len(parts)), key=lambda index: cuts[index][0] if cuts[index][1] else -math.inf)
-        part, (_, place) = parts[index], cuts[index]
-        parts[index : index + 1] = [part[:place], part[place:]]
-        cuts[index : index + 1] = [
-            _best_cut([lengths[item] for item in half], seconds) for half in (part[:place], part[place:])
-        ]
-    return parts
-
-
-def _best_cut(falling: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[float, int]:
-    """Return what the best cut of a group saves, and its place. 0 is no place: one item is not cut."""
-    num = len(falling)
-    whole = seconds(num, falling[0]) if num else 0.0
-    savings = [(whole - seconds(place, falling[0]) - seconds(num - place, falling[place]), place)
-               for place in range(1, num)]  # fmt: skip
-    return max(savings, key=lambda saving: saving[0], default=(0.0, 0))
 
 
 def _shortest_path(lines: Sequence[tuple[float, float, int]]) -> list[int]:

@@ -173,22 +173,3 @@ def test_no_other_grouping_is_cheaper(lengths, bound):
     best = min(key for groups in groupings(len(lengths)) if (key := key_of(groups, lengths, bound)) is not None)
     mine = key_of(split(lengths, **bound), lengths, bound)
     assert mine == pytest.approx(best, rel=1e-12)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 40))
-def test_groups_are_split_where_it_saves_the_most(lengths: list[int], number: int) -> None:
-    def seconds(rows: int, longest: int) -> float:
-        return rows * longest
-
-    groups = partition.split(lengths, seconds, max_rows=7)
-    parts = partition.split_into(lengths, groups, number, seconds)
-    assert sorted(item for part in parts for item in part) == list(range(len(lengths)))
-    assert len(parts) == max(len(groups), min(number, len(lengths)))
-    price = [sum(seconds(len(each), max(lengths[item] for item in each)) for each in cut) for cut in (groups, parts)]
-    assert price[1] <= price[0]
-
-
-def test_a_cut_takes_the_longest_items_off() -> None:
-    lengths = [10, 100, 11, 90]
-    assert partition.split_into(lengths, [(0, 1, 2, 3)], 2, lambda rows, longest: rows * longest) == [(1, 3), (2, 0)]

@@ -170,3 +170,27 @@ def read(samples: Any, index: int, key: str) -> Any:
             f'sample {index} of {key} is {kind}; expected a mapping of tensors, such as {{"inputs": ...}}'
         )
     return sample
+
+
+Form = dict[str, tuple[int, ...] | None]  # of a sample: the shape of each tensor, None for other values
+
+
+def check_form(sample: Mapping[str, Any], first: Form | None) -> Form:
+    """Return the form of the first sample. Raise for a sample with other keys, or with sizes that are not padded."""
+    form: Form = {key: tuple(value.shape) if isinstance(value, torch.Tensor) else None for key, value in sample.items()}
+    if first is None:
+        return form
+    if form.keys() != first.keys():
+        raise MegabatchError(
+            f"samples of one batch have the keys {sorted(first)} and {sorted(form)}; give all samples the same keys"
+        )
+    for key, shape in form.items():
+        before = first[key]
+        if shape is None or before is None:
+            continue
+        if shape[1:] != before[1:] or len(shape) != len(before):
+            raise MegabatchError(
+                f"{key!r} has the shapes {sorted([before, shape])}; only dim 0 is padded, so give all samples the same "
+                "other sizes"
+            )
+    return first

@@ -24,7 +24,7 @@ from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.config.batch_size import sizes_of
-from megabatch.train.data.custom_dataset import drawing
+from megabatch.train.data.custom_dataset import Form, check_form, drawing
 from megabatch.train.data.encode import Skipped
 from megabatch.train.data.load import Data
 from megabatch.train.data.samples import View
@@ -206,6 +206,7 @@ class Shares(Dataset[Delivery]):
         self._num_updates, self._seed, self._sampler = num_updates, config.run.seed, sampler
         self._is_own, self._is_told = config.data.function is not None, data.is_told
         self._look_ahead = config.data.look_ahead
+        self._form: Form | None = None  # of the user's samples, as the first one has it
 
     def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
         """Deal by what samples cost from here on; return None, to read again what was read ahead."""
@@ -271,7 +272,9 @@ class Shares(Dataset[Delivery]):
         if not self._is_own:
             return self._samples.at(number)
         with drawing(self._seed, update, number):
-            return self._samples.at(number)
+            sample = self._samples.at(number)
+        self._form = check_form(sample, self._form)
+        return sample
 
 
 class Streamed(IterableDataset[Delivery]):

@@ -125,7 +125,8 @@ FAILURES |= {
     ),
     "speeds without a limit": Failure("dealt single samples", lambda: sampler(speeds=[1.0], dp_rank=0, dp_degree=1)),
     "speeds of other ranks": Failure(
-        "speeds has 2 … for 1 …", lambda: sampler(speeds=[1.0, 1.0], micro_batch_size=2, dp_rank=0, dp_degree=1)
+        "speeds has 2 numbers for 1 ranks",
+        lambda: sampler(speeds=[1.0, 1.0], micro_batch_size=2, dp_rank=0, dp_degree=1),
     ),
     "a sampler with same_bits alone": Failure("neither of micro_batch_size", lambda: sampler(same_bits=True)),
     "a sampler of a longer sample": Failure(
