@@ -641,8 +641,8 @@ def check_reduced(ddp: Any) -> None:
 
 
 def broadcast_buffers(ddp: Any) -> None:
-    """``DDP._sync_buffers``, which DDP calls before a forward that it reduces after, where it has buffers."""
-    if ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
+    """``DDP._sync_buffers``, which DDP calls before a forward that it reduces after, where it has buffers to sync."""
+    if ddp.broadcast_buffers and ddp.modules_buffers:
         ddp._sync_buffers()
 
 
