@@ -63,6 +63,8 @@ class Replica(DistributedDataParallel):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "find_unused_parameters": find_unused_parameters,
             "forward_sync_buffers": broadcast_buffers,
+            "broadcast_buffers": broadcast_buffers,
+            "modules_buffers": list(module.buffers()),
             "_comm_hooks": [],
             "_join_config": SimpleNamespace(enable=False),
         }
