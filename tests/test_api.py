@@ -37,7 +37,7 @@ SIGNATURES = {
     Learner.state_dict: "(self)",
     Learner.load_state_dict: "(self, state)",
     UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=None, dp_degree=None, tail='step', cost=None, "
-    "order=None, same_bits=False, micro_batch_size=None, max_microbatch_tokens=None)",
+    "order=None, same_bits=False, micro_batch_size=None, max_microbatch_tokens=None, speeds=None)",
     UpdateSampler.state_dict: "(self, updates=None)",
     UpdateSampler.load_state_dict: "(self, state)",
     megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",
