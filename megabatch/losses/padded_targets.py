@@ -58,7 +58,7 @@ def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, n
         nodes: The nodes of the totals' graph.
     """
     names = [name for name in lengths if isinstance(microbatch.get(name), Tensor) and not name.endswith(BESIDE_TOKENS)]
-    padded = {name: lengths[name] for name in names}
+    padded = {name: lengths[name] for name in names if not microbatch[name].is_meta}  # a meta tensor has no values
     if not padded:
         return
     for node in nodes:
