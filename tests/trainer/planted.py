@@ -143,7 +143,7 @@ EXTRA_BUGS = (
         {'"fingerprint": content.hexdigest()': '"fingerprint": content.hexdigest() + str(folder)'},
         unit("cache", "the_fingerprint_is_of_the_samples_and_not_of_where_they_were")),
     Bug("stop at an empty list of starts",
-        {"with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):": "if True:"},
+        {"with contextlib.suppress(NotAFileError, ValueError, RecursionError, KeyError, TypeError):": "if True:"},
         unit("starting", "a_damaged_list_of_starts_is_kept_aside")),
     Bug("leave a damaged log in its place",
         {"            aside = move_aside(self._file)": "            aside = self._file"},
