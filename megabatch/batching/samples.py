@@ -150,7 +150,7 @@ class Samples:
             try:
                 lengths = [int((length or sample_length)(sample)) for sample in self._list]
             except StopIteration as error:
-                raise PlanError(f"length {STOPPED}") from error
+                raise PlanError(f"the function length= {STOPPED}") from error
         if 0 in lengths and length is None and self.deferred is None:
             raise PlanError(
                 f"sample {lengths.index(0)} of the batch has length 0; leave it out, or give length= if it has tokens "
