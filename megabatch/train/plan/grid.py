@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megabatch import Plan, plan
 from megabatch.pipeline import plan_steps
-from megabatch.planning import best_fit
+from megabatch.planning import balance, best_fit
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.parallel.pipeline_stages import filled_up, per_rank
@@ -138,7 +138,7 @@ class UpdateLengths:
 
     def split(self, limit: Limit, dp_degree: int) -> Split:
         """Return the microbatches of an update."""
-        shares = [plan(lengths, dp_degree=dp_degree, **limit.as_keys()) for lengths in self.updates]
+        shares = [self._deal(lengths, limit, dp_degree) for lengths in self.updates]
         most_tokens = limit.micro_batch_size * self.longest_tokens
         if self.parallel.pp > 1:
             return self._split_in_steps(shares, limit, most_tokens)
@@ -146,9 +146,16 @@ class UpdateLengths:
         num_microbatches = max(1, round(mean(num for num, _ in found)))
         return Split(num_microbatches, mean(tokens for _, tokens in found) / (num_microbatches * most_tokens))
 
+    def _deal(self, lengths: Sequence[int], limit: Limit, dp_degree: int) -> list[Plan]:
+        """Return each rank's plan, dealt as a run deals: samples that lie in one row are dealt one by one."""
+        if not self.one_row:
+            return plan(lengths, dp_degree=dp_degree, **limit.as_keys())
+        shares = balance(lengths, dp_degree)
+        return [plan([lengths[sample] for sample in share], **limit.as_keys())[0] for share in shares]
+
     def _count_microbatches(self, ranks: Sequence[Plan], limit: Limit) -> tuple[int, int]:
         """Return the microbatches of one update, and the tokens that the slowest rank computes."""
-        num_microbatches = ranks[0].num_microbatches
+        num_microbatches = max(rank.num_microbatches for rank in ranks)
         if not self.one_row:
             return num_microbatches, max(rank.padded_tokens for rank in ranks)
         if limit.tokens is not None:
