@@ -41,7 +41,7 @@ MUTATIONS = (
              "begins_update = all(parameter.grad is None for parameter in self.parameters)",
              "begins_update = True", ("ddp",)),
     Mutation("let FSDP1 average", "wrappers/fsdp1.py",
-             "summing_flat(self._states)", "contextlib.nullcontext()", ("fsdp1",)),
+             "summing_flat(self._states if self._is_sharded else [])", "contextlib.nullcontext()", ("fsdp1",)),
     Mutation("let FSDP average", "wrappers/fsdp2.py",
              "module.set_gradient_divide_factor(1.0)", "pass", ("fsdp2", "hsdp", "replicate")),
     Mutation("never reduce over replicas", "wrappers/fsdp2.py",
