@@ -10,12 +10,12 @@ from megabatch.lazy import export_lazily
 if TYPE_CHECKING:
     from megabatch import losses as losses
     from megabatch.accumulator import GradientAccumulator as GradientAccumulator
+    from megabatch.engine.coupled_loss import JointLoss as JointLoss
     from megabatch.engine.update import Update as Update
     from megabatch.errors import LossContractError as LossContractError
     from megabatch.errors import MegabatchError as MegabatchError
     from megabatch.errors import PlanError as PlanError
     from megabatch.learner import Learner as Learner
-    from megabatch.losses.contract import JointLoss as JointLoss
     from megabatch.losses.contract import Term as Term
     from megabatch.losses.contract import loss as loss
     from megabatch.losses.mean import mean as mean
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
     _HOME = {  # public name → its module
         "GradientAccumulator": "accumulator",
-        "JointLoss": "losses.contract",
+        "JointLoss": "engine.coupled_loss",
         "Term": "losses.contract",
         "loss": "losses.contract",
         "mean": "losses.mean",

@@ -37,7 +37,7 @@ from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update, add_terms
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
 from megabatch.losses.contract import (
-    JointLoss,
+    CoupledLoss,
     LossFunction,
     LossHooks,
     Term,
@@ -50,6 +50,7 @@ from megabatch.losses.contract import (
 from megabatch.losses.padded_targets import check_totals
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel, Plan, check_cost, check_limits
+from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import (
@@ -74,6 +75,9 @@ LOST = (
 class _Call(NamedTuple):
     """A call that is under way."""
 
+    model: Models
+    wrapper: Wrapper
+    loss_fn: Any  # of `microbatches`, which brings no loss, the function that weighs
     prepared: PreparedBatch
     agreement: CallAgreement
     opened: OpenUpdate
@@ -172,7 +176,7 @@ class GradientAccumulator:
         self._same_bits = bool(same_bits)
         self._proof: Any = None  # a ProvedGradients, with same_bits="proved"
         # The calls of the open update with same_bits="proved", which may run again: arguments and returned sums.
-        self._calls: list[tuple[Batch, LossFunction | JointLoss, Plan | None, dict[str, Term]]] = []
+        self._calls: list[tuple[Batch, LossFunction | CoupledLoss, Plan | None, dict[str, Term]]] = []
         if same_bits:
             from megabatch.engine import same_bits as exact
 
@@ -319,7 +323,7 @@ class GradientAccumulator:
         """
         return self._planner.plan(self._planner.samples(batch))
 
-    def tune(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+    def tune(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:
         """Measure the limit for samples as long as the longest of this batch, if it is "auto" and not yet known.
 
         The first `forward_backward` calls this. Afterwards ``fit`` is the limit, and nothing else has changed.
@@ -337,7 +341,7 @@ class GradientAccumulator:
                 self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
 
-    def prepare(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+    def prepare(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:
         """Split, collate and weigh the batch of a later call in a thread, while the device works.
 
         Call it between `forward_backward` and `finalize` with the next batch. The call that is given the same tensors
@@ -485,7 +489,7 @@ class GradientAccumulator:
             MegabatchError: A call inside a microbatch.
             PlanError: An unusable batch, a pipeline, a `JointLoss`, and a loss that takes the divisor.
         """
-        if isinstance(loss_fn, JointLoss) or takes_divisor(loss_fn):
+        if isinstance(loss_fn, CoupledLoss) or takes_divisor(loss_fn):
             raise PlanError("evaluate() needs a loss that sums over samples; this couples them, or takes the divisor")
         sums = self._new_update(self._wrapper)
         planner = self._planner if self._shapes is None else self._shapes.planner_of(self._planner, loss_fn)
@@ -539,7 +543,7 @@ class GradientAccumulator:
             wrapper.reshard()
 
     def forward_backward(
-        self, batch: Batch, loss_fn: LossFunction | JointLoss, *, plan: Plan | None = None
+        self, batch: Batch, loss_fn: LossFunction | CoupledLoss, *, plan: Plan | None = None
     ) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update. Collective.
 
@@ -563,36 +567,37 @@ class GradientAccumulator:
         """
         chooses_shapes = self._shapes is not None and not self._shapes.is_settled
         if not (self._running or self._is_lost or self._loop):  # else `_open_call` raises
-            is_limit_open = self._planner.fit is None or isinstance(loss_fn, JointLoss) or chooses_shapes
+            is_limit_open = self._planner.fit is None or chooses_shapes
             if self._tuner is not None and is_limit_open:
                 self.tune(batch, loss_fn)
             if chooses_shapes:  # by the limit
                 self._choose_shapes(batch, loss_fn)
-        sums: dict[str, Term] = {}
+        run_call = self._wrapper.run_call or getattr(loss_fn, "run_call", None) or self._run_call
         with (
             self._guarded("forward_backward()"),
             self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan, tunes=True) as call,
         ):
-            if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
-                sums = self._run_together(loss_fn, call)
-            else:
-                call.opened.count_call(call.agreement)
-                with contextlib.closing(
-                    iterate_steps(call.prepared, call.agreement, call.hooks.weigh, self._wrapper)
-                ) as steps:
-                    # The first call of a loss also checks it, so that its time is not that of a microbatch.
-                    meter = None if call.is_new else self._meter
-                    for step in steps if meter is None else meter.time_steps(steps, call.prepared):
-                        for part in self._run_step(step, loss_fn, call):
-                            add_terms(sums, part)
-                        del step  # with its microbatch, before the next is made
+            sums = run_call(call)
         returned = {name: Term(total, torch.as_tensor(weight, dtype=total.dtype))
                     for name, (total, weight) in sums.items()}  # fmt: skip
         if self._proof is not None:
             self._calls.append((batch, loss_fn, plan, returned))
         return returned
 
-    def _choose_shapes(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+    def _run_call(self, call: "_Call") -> dict[str, Term]:
+        """Run the microbatches of a call one after another. Return this rank's sums."""
+        sums: dict[str, Term] = {}
+        call.opened.count_call(call.agreement)
+        with contextlib.closing(iterate_steps(call.prepared, call.agreement, call.hooks.weigh, self._wrapper)) as steps:
+            # The first call of a loss also checks it, so that its time is not that of a microbatch.
+            meter = None if call.is_new else self._meter
+            for step in steps if meter is None else meter.time_steps(steps, call.prepared):
+                for part in self._run_step(step, call.loss_fn, call):
+                    add_terms(sums, part)
+                del step  # with its microbatch, before the next is made
+        return sums
+
+    def _choose_shapes(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:
         """Choose the shapes of later calls, and try them in updates of their own, which leave nothing behind."""
         shapes, tuner, meter, opened, planner = self._shapes, self._tuner, self._meter, self._open, self._planner
 
@@ -666,17 +671,6 @@ class GradientAccumulator:
             terms = opened.terms_of(loss_fn, model, step)
         return terms
 
-    def _run_together(self, loss_fn: LossFunction | JointLoss, call: "_Call") -> dict[str, Term]:
-        """Run the microbatches of a loss that couples samples, or those of a pipeline."""
-        if not isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
-            from megabatch.pipeline.run import run_schedule
-
-            return run_schedule(loss_fn, call.prepared, call.agreement, self._wrapper, call.opened)
-        self._refuse_same_bits("a JointLoss, which couples the samples of a rank in their order")
-        from megabatch.engine.coupled_loss import run_coupled_loss
-
-        return run_coupled_loss(loss_fn, self.model, call.prepared, call.agreement, self._wrapper, call.opened)
-
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """Yield each microbatch on the device, as an open loop. Call `backward` once in the body of the loop.
 
@@ -689,7 +683,7 @@ class GradientAccumulator:
             The microbatch, collated and on the device. A dummy microbatch looks like any other.
         """
         self._refuse_shapes("microbatches(), whose body may count tokens without a label")
-        if isinstance(weigh, JointLoss):
+        if isinstance(weigh, CoupledLoss):
             raise PlanError(
                 "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
             )
@@ -814,9 +808,7 @@ class GradientAccumulator:
         wrapper, ownership, order = self._wrapper, self._ownership, self._wrapper.collective_order
         self.ranks.position.verb = "forward_backward()" if tunes else "microbatches()"
         self.ranks.position.call += 1
-        planner, prepared, failure = self._planner, None, None
-        if wrapper.is_pipeline:
-            planner = cast(Any, planner).with_lengths_of_all(batch)
+        planner, prepared, failure = self._planner.of_call(batch), None, None
         tried = ownership.tried.get(loss_fn)  # None for a new loss
         if wrapper.forwards_meet:
             wrapper.reshard()  # a forward without a backward leaves weights gathered, perhaps those before the step
@@ -825,7 +817,7 @@ class GradientAccumulator:
             ownership.check()
             wrapper.check_unchanged()
             if self._tuner is not None:
-                self._tuner.check_longest(self._planner, batch, self._open)
+                self._tuner.check_call(self._planner, batch, loss_fn, self._open)
             if self._shapes is not None:
                 self._shapes.check(loss_fn)
             if self._early is not None and given is None:
@@ -855,12 +847,8 @@ class GradientAccumulator:
                 yield call
             return
         assert prepared is not None  # else its failure was raised
-        if wrapper.is_pipeline:
-            from megabatch.pipeline.run import pad_to_schedule
-
-            prepared, agreement = pad_to_schedule(wrapper, prepared, agreement)
-        if self._same_bits:
-            cast(Any, self._planner).check_call(wrapper, prepared.plan)
+        prepared, agreement = planner.complete(prepared, agreement)
+        planner.check_call(wrapper, prepared.plan, loss_fn)
         # A later call may leave this rank without samples: it then repeats one of these, with weight 0.
         if not self.ranks.is_alone and len(prepared.samples):
             last = prepared.samples.copy_last()
@@ -896,7 +884,9 @@ class GradientAccumulator:
                 if self._sharing is not None and prepared.plan.shared:
                     watching.enter_context(self._sharing.computing(self.model))
                 divides = takes_divisor(cast(Any, loss_fn)) if tried is None else tried
-                yield _Call(prepared, agreement, self._open, hooks, divides, is_new=tried is None)
+                yield _Call(
+                    self.model, wrapper, loss_fn, prepared, agreement, self._open, hooks, divides, is_new=tried is None
+                )
             ownership.leave(self._open.total_factor)
             self._running = False
             if prepared.parts:
@@ -911,7 +901,7 @@ class GradientAccumulator:
 
     def _compares_new(self, loss_fn: object) -> bool:
         """Return True if ranks that wait for each other in forwards compare the collectives of a new loss."""
-        is_together = isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline
+        is_together = self._wrapper.run_call is not None or hasattr(loss_fn, "run_call")
         return not is_together and self._num_compared_calls < MAX_COMPARED_CALLS
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.samples import Batch
 from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, PlanError
-from megabatch.losses.contract import JointLoss, LossFunction, Term
+from megabatch.losses.contract import CoupledLoss, LossFunction, Term
 
 
 class Learner:
@@ -51,7 +51,7 @@ class Learner:
         gradient.reserve_for(optimizer)
         self.step = 0  # updates so far, stepped or not
 
-    def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
+    def forward_backward(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> dict[str, Term]:
         """Add this rank's samples to the update. Collective.
 
         Args:

@@ -24,7 +24,7 @@ from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, first_failur
 from megabatch.engine.error_broadcast import guard_memory
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
-from megabatch.losses.contract import JointLoss, LossFunction
+from megabatch.losses.contract import CoupledLoss, LossFunction
 from megabatch.planning.limits import (
     MeasuredMicrobatch,
     MemoryRoom,
@@ -92,8 +92,11 @@ class MicrobatchTuner:
                     f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
                 )
 
-    def check_longest(self, planner: MicrobatchPlanner, batch: Batch, opened: OpenUpdate | None) -> None:
-        """Raise `PlanError` where a later call of an update has a sample that is longer than the limit allows."""
+    def check_call(
+        self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | CoupledLoss, opened: OpenUpdate | None
+    ) -> None:
+        """Raise `PlanError` for a `JointLoss`, and for a sample of a later call that is longer than the limit."""
+        _refuse_joint_loss(loss_fn)
         bound = None if planner.fit is None else planner.fit.max_microbatch_tokens
         if bound is None or not _has_gradients(opened):
             return
@@ -125,17 +128,14 @@ class MicrobatchTuner:
         return is_new or longest > fit.longest_tokens or is_larger
 
     def fitted(
-        self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None
+        self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | CoupledLoss, opened: OpenUpdate | None
     ) -> MicrobatchPlanner:
         """Return the planner with a limit for this batch, the same on all ranks. Collective.
 
         This measures copies of the longest sample of all ranks, unless it measured ones as long before.
         """
-        if isinstance(loss_fn, JointLoss):
-            raise PlanError(
-                "a JointLoss keeps representations of all samples, so that one microbatch does not tell what fits, and "
-                f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
-            )
+        _refuse_joint_loss(loss_fn)
+        loss_fn = cast(LossFunction, loss_fn)
         if _has_gradients(opened):  # beside which nothing is measured
             return planner
         longest = self.find_longest(planner, batch, loss_fn)
@@ -285,7 +285,15 @@ def _check_moved(names: Sequence[str], ranks: DataRanks, advice: str) -> None:
     raise first_failure(ranks, failure)
 
 
-def weak_reference(loss_fn: LossFunction | JointLoss) -> Callable[[], Any]:
+def _refuse_joint_loss(loss_fn: LossFunction | CoupledLoss) -> None:
+    if isinstance(loss_fn, CoupledLoss):
+        raise PlanError(
+            "a JointLoss keeps representations of all samples, so that one microbatch does not tell what fits, and "
+            f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
+        )
+
+
+def weak_reference(loss_fn: LossFunction | CoupledLoss) -> Callable[[], Any]:
     """Return a weak reference to the loss, under its wrappers."""
     try:
         return weakref.ref(unwrap(cast(Any, loss_fn)))

@@ -171,6 +171,17 @@ class MicrobatchPlanner:
         plan = replace(plan, lengths=tuple(samples.lengths), sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
 
+    def of_call(self, batch: Batch) -> "MicrobatchPlanner":
+        """Return the planner of one call. Collective where the plan depends on the samples of other ranks."""
+        return self
+
+    def complete(self, prepared: PreparedBatch, agreement: "CallAgreement") -> "tuple[PreparedBatch, CallAgreement]":
+        """Return the call as it runs, with the dummy microbatches that the plan needs on all ranks."""
+        return prepared, agreement
+
+    def check_call(self, wrapper: Wrapper, plan: Plan, loss_fn: object) -> None:
+        """Raise `PlanError` on all ranks for a call that this planner is not for. May be collective."""
+
     def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
         """Return a planner whose microbatches also respect ``bound``."""
         if bound is None:

@@ -8,7 +8,7 @@ The loss may couple any number of samples in the memory of one microbatch.
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from megabatch.engine.error_broadcast import agreeing, is_out_of_memory
 from megabatch.engine.random_state import RandomState
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, PlanError, in_one_line
-from megabatch.losses.contract import JointLoss, Term, describe_missing_gradient, differentiable, terms_of
+from megabatch.losses.contract import Term, describe_missing_gradient, differentiable, terms_of
 from megabatch.torch_private import is_dtensor, pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import graph_leaves, separate_gradients
@@ -32,6 +32,39 @@ from megabatch.wrappers.mesh import DataRanks
 
 ROWS = "a tensor, or a tuple or mapping of tensors, with one row per sample"
 Cut = Sequence[Sequence[int]]  # a rank's samples by microbatch; () is a dummy microbatch
+
+
+@dataclass(frozen=True)
+class JointLoss:
+    """A loss that couples samples, such as a contrastive loss.
+
+    A plain loss over a microbatch would see only the negatives of that microbatch. This one sees all samples of the
+    call, on all data ranks, in the memory of one microbatch (GradCache, arXiv 2101.06983). Samples of different calls
+    are not coupled: the update's loss is the sum of the calls' totals over the sum of their weights.
+
+    Each microbatch is encoded twice with the same random numbers: once without a graph, and once for the gradient. If
+    its representations differ the second time, the call raises `LossContractError`. On a device ``update.finite`` is
+    false instead. A module that keeps statistics, such as batch norm, updates them twice.
+
+    Args:
+        encode: ``encode(model, microbatch)`` returns representations: a tensor, or a tuple or mapping of tensors. Each
+            has the shape [B, ...], with samples in dim 0 and rows of one shape in every microbatch and on every rank.
+            Class labels may be among them.
+        loss: ``loss(representations)`` returns ``(total, weight)``, or a mapping of names to such pairs. Each tensor
+            has the shape [N, ...] and holds all samples of the call: those of rank 0, then those of rank 1, each in
+            the order of its batch. The items of a tuple are passed as positional arguments,
+            ``contrast(queries, documents)``. Weights are numbers. The loss must not draw random numbers. It gets a
+            trainable parameter from ``encode``, one row per sample: ``temperature.expand(len(queries))``.
+
+    `forward_backward` returns the sums on data rank 0, and zeros on the others.
+    """
+
+    encode: Callable[[Any, Any], Any]
+    loss: Callable[..., Any]
+
+    def run_call(self, call: Any) -> dict[str, Term]:
+        """Run the microbatches of a call in place of the accumulator. Return this rank's sums."""
+        return run_coupled_loss(self, call.model, call.prepared, call.agreement, call.wrapper, call.opened)
 
 
 @dataclass(frozen=True)

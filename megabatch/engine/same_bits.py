@@ -149,11 +149,16 @@ class SameBitsPlanner(MicrobatchPlanner):
         sums = {name: sum(each[name] for each in weights) for name in prepared.weight_sums}
         return replace(prepared, weights=tuple(weights), weight_sums=sums)
 
-    def check_call(self, wrapper: Wrapper, plan: Plan) -> None:
+    def check_call(self, wrapper: Wrapper, plan: Plan, loss_fn: object) -> None:
         """Compare the shares of all ranks, and look for modules that keep statistics. Collective.
 
-        Raises `PlanError` on all ranks if they do not hold whole microbatches of the update.
+        Raises `PlanError` on all ranks if they do not hold whole microbatches of the update, and for a `JointLoss`.
         """
+        if hasattr(loss_fn, "run_call"):
+            raise PlanError(
+                "same_bits=True and a JointLoss, which couples the samples of a rank in their order; leave one of the "
+                "two out"
+            )
         check_modules(wrapper.models)
         if wrapper.ranks.is_alone:
             return

@@ -23,7 +23,7 @@ from megabatch.errors import LossContractError, MegabatchError, PlanError, requi
 from megabatch.losses.contract import (
     PAIR_NAME,
     WEIGHT_TOLERANCE,
-    JointLoss,
+    CoupledLoss,
     Term,
     accumulation_dtype,
     describe_missing_gradient,
@@ -447,7 +447,7 @@ class LoopMicrobatch:
             MegabatchError: A second call in one microbatch.
         """
         loop, where = self._loop, f"the loss of microbatch {self.index} of {self._loop.of}"
-        if isinstance(loss, JointLoss):
+        if isinstance(loss, CoupledLoss):
             raise LossContractError(f"{where} is a JointLoss, which needs all samples; give it to forward_backward()")
         if self.scaled or self.took_divisor:
             raise MegabatchError(f"{where} was divided before; call scale() or read divisor once in a microbatch")

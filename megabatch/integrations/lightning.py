@@ -7,9 +7,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megabatch.accumulator import GradientAccumulator
+from megabatch.engine.coupled_loss import JointLoss
 from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, PlanError, require_count
-from megabatch.losses.contract import JointLoss, LossFunction
+from megabatch.losses.contract import LossFunction
 
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # every rank holds the whole module
 

@@ -9,8 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,33 +36,13 @@ class Term(NamedTuple):
     weight: Tensor | float
 
 
-@dataclass(frozen=True)
-class JointLoss:
-    """A loss that couples samples, such as a contrastive loss.
+@runtime_checkable
+class CoupledLoss(Protocol):
+    """A loss that runs the microbatches of a call in place of the accumulator, such as `JointLoss`."""
 
-    A plain loss over a microbatch would see only the negatives of that microbatch. This one sees all samples of the
-    call, on all data ranks, in the memory of one microbatch (GradCache, arXiv 2101.06983). Samples of different calls
-    are not coupled: the update's loss is the sum of the calls' totals over the sum of their weights.
-
-    Each microbatch is encoded twice with the same random numbers: once without a graph, and once for the gradient. If
-    its representations differ the second time, the call raises `LossContractError`. On a device ``update.finite`` is
-    false instead. A module that keeps statistics, such as batch norm, updates them twice.
-
-    Args:
-        encode: ``encode(model, microbatch)`` returns representations: a tensor, or a tuple or mapping of tensors. Each
-            has the shape [B, ...], with samples in dim 0 and rows of one shape in every microbatch and on every rank.
-            Class labels may be among them.
-        loss: ``loss(representations)`` returns ``(total, weight)``, or a mapping of names to such pairs. Each tensor
-            has the shape [N, ...] and holds all samples of the call: those of rank 0, then those of rank 1, each in
-            the order of its batch. The items of a tuple are passed as positional arguments,
-            ``contrast(queries, documents)``. Weights are numbers. The loss must not draw random numbers. It gets a
-            trainable parameter from ``encode``, one row per sample: ``temperature.expand(len(queries))``.
-
-    `forward_backward` returns the sums on data rank 0, and zeros on the others.
-    """
-
-    encode: Callable[[Any, Any], Any]
-    loss: Callable[..., Any]
+    def run_call(self, call: Any) -> "dict[str, Term]":
+        """Run the microbatches of a call. Return this rank's sums."""
+        ...
 
 
 _TAKES_DIVISOR: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # an inspection takes longer than all other checks
@@ -118,18 +97,18 @@ def _copy_function(function: LossFunction) -> LossFunction:
     return run
 
 
-def weigh_of(loss_fn: LossFunction | JointLoss) -> Weigh | None:
+def weigh_of(loss_fn: LossFunction | CoupledLoss) -> Weigh | None:
     """Return the counting function that `loss` attached, if any."""
     return cast(Weigh | None, getattr(loss_fn, "weigh", None))
 
 
-def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
+def takes_divisor(loss_fn: LossFunction | CoupledLoss) -> bool:
     """Return True if a loss divides by itself: it has a parameter named ``divisor``, see `loss`."""
     function = getattr(loss_fn, "__func__", loss_fn)
     with contextlib.suppress(KeyError, TypeError):  # not asked before, or not to be kept
         return _TAKES_DIVISOR[function]
     takes = False
-    with contextlib.suppress(TypeError, ValueError):  # written in C, or a JointLoss
+    with contextlib.suppress(TypeError, ValueError):  # written in C, or no function
         takes = "divisor" in inspect.signature(cast(Callable[..., Any], loss_fn)).parameters
     with contextlib.suppress(TypeError):
         _TAKES_DIVISOR[function] = takes
@@ -143,7 +122,7 @@ class LossHooks(NamedTuple):
     prepare: Prepare | None = None
 
 
-def loss_hooks(loss_fn: LossFunction | JointLoss) -> LossHooks:
+def loss_hooks(loss_fn: LossFunction | CoupledLoss) -> LossHooks:
     """Return the functions ``(weigh, prepare)`` that `loss` attached to a loss. Each is None if it is not attached.
 
     If you call a loss yourself, call ``prepare(microbatch)`` first. If you wrap a loss in a function, set the

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import LossContractError
-from megabatch.losses.contract import PAIR_NAME, JointLoss, LossFunction, Term, counted_weights, takes_divisor, weigh_of
+from megabatch.losses.contract import (
+    PAIR_NAME,
+    CoupledLoss,
+    LossFunction,
+    Term,
+    counted_weights,
+    takes_divisor,
+    weigh_of,
+)
 from megabatch.torch_private import cross_entropy_weight, is_mean_cross_entropy
 
 
@@ -32,7 +40,7 @@ def mean(loss_fn: Callable[[Any, Any], Any], over: Callable[[Any], Any]) -> Loss
         LossContractError: ``loss_fn`` sums and counts already, or takes the divisor. In a call, it returns no scalar,
             or the mean over nothing is not finite.
     """
-    if isinstance(loss_fn, JointLoss) or weigh_of(loss_fn) is not None or takes_divisor(loss_fn):
+    if isinstance(loss_fn, CoupledLoss) or weigh_of(loss_fn) is not None or takes_divisor(loss_fn):
         raise LossContractError(
             "mean() was given a loss that sums and counts, or takes the divisor; give it to forward_backward() as it is"
         )

@@ -25,7 +25,7 @@ from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import (
-    JointLoss,
+    CoupledLoss,
     LossFunction,
     Term,
     Weigh,
@@ -46,23 +46,8 @@ __all__ = ["Pipeline", "evaluate"]
 Named = list[tuple[str, bool, float | None]]  # a microbatch's terms: name, has a graph, weight if on the host
 
 
-def pad_to_schedule(
-    wrapper: Wrapper, prepared: PreparedBatch, agreement: CallAgreement
-) -> tuple[PreparedBatch, CallAgreement]:
-    """Add the dummy microbatches that the schedule steps need, the same number on all ranks."""
-    assert isinstance(wrapper, PipelineWrapper)
-    if not agreement.num_microbatches:
-        return prepared, agreement
-    # A plan that was given may be of `megabatch.plan`, which knows no schedule.
-    steps = prepared.plan.steps or (wrapper.pipeline.runnable(agreement.num_microbatches),)
-    prepared = replace(prepared, plan=replace(prepared.plan, steps=steps))
-    num_microbatches = max(sum(steps), agreement.num_microbatches)  # if that is more, ranks have other steps
-    dummy = agreement.dummy or prepared.dummy  # if agreement.dummy is None, this rank has samples
-    return prepared, replace(agreement, num_microbatches=num_microbatches, dummy=dummy)
-
-
 def run_schedule(
-    loss_fn: LossFunction | JointLoss, prepared: PreparedBatch, agreement: CallAgreement, wrapper: Wrapper,
+    loss_fn: LossFunction | CoupledLoss, prepared: PreparedBatch, agreement: CallAgreement, wrapper: Wrapper,
     opened: OpenUpdate,
 ) -> dict[str, Term]:  # fmt: skip
     """Add a call's gradient to the open update. Return its sums, the same on every stage.
@@ -75,7 +60,7 @@ def run_schedule(
     model, device = wrapper.pipeline, wrapper.device
     if takes_divisor(loss_fn):
         raise PlanError("a loss that takes the divisor cannot run through a Pipeline; give one that returns its sum")
-    if isinstance(loss_fn, JointLoss):
+    if isinstance(loss_fn, CoupledLoss):
         raise PlanError("a JointLoss cannot run through a Pipeline; give a loss that sums over samples")
     opened.count_call(agreement)
     if not agreement.num_microbatches:

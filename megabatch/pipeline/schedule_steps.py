@@ -8,7 +8,7 @@ import numpy as np
 
 from megabatch.batching.context_parallel import stretch
 from megabatch.batching.samples import Batch, Samples
-from megabatch.engine.call import MicrobatchPlanner
+from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatch
 from megabatch.errors import PlanError
 from megabatch.losses.contract import LossHooks, Prepare, Weigh
 from megabatch.pipeline.stages import SCHEDULES, Pipeline
@@ -48,7 +48,7 @@ class SchedulePlanner(MicrobatchPlanner):
     pipeline: Pipeline | None = None
     of_all: tuple[RankLengths, ...] = ()  # by data rank; empty: this rank's samples are all
 
-    def with_lengths_of_all(self, batch: Batch) -> "SchedulePlanner":
+    def of_call(self, batch: Batch) -> "SchedulePlanner":
         """Return a planner that knows the lengths of all data ranks. Collective."""
         if self.ranks.degree == 1:
             return self
@@ -57,6 +57,18 @@ class SchedulePlanner(MicrobatchPlanner):
         except Exception:  # the user's length may raise anything; `prepare` raises it again and tells the other ranks
             own = self._summarize([])
         return replace(self, of_all=tuple(self.ranks.exchange_objects(own)[: self.ranks.degree]))
+
+    def complete(self, prepared: PreparedBatch, agreement: CallAgreement) -> tuple[PreparedBatch, CallAgreement]:
+        """Add the dummy microbatches that the schedule steps need, the same number on all ranks."""
+        assert self.pipeline is not None
+        if not agreement.num_microbatches:
+            return prepared, agreement
+        # A plan that was given may be of `megabatch.plan`, which knows no schedule.
+        steps = prepared.plan.steps or (self.pipeline.runnable(agreement.num_microbatches),)
+        prepared = replace(prepared, plan=replace(prepared.plan, steps=steps))
+        num_microbatches = max(sum(steps), agreement.num_microbatches)  # if that is more, ranks have other steps
+        dummy = agreement.dummy or prepared.dummy  # if agreement.dummy is None, this rank has samples
+        return prepared, replace(agreement, num_microbatches=num_microbatches, dummy=dummy)
 
     def is_repeatable(self, hooks: LossHooks) -> bool:
         """Return False if the plan depends on a message between ranks."""

@@ -367,6 +367,12 @@ class PipelineWrapper(MultiModelWrapper):
         if pipeline.tied is not None:
             self.uncounted = pipeline.tied.uncounted
 
+    def run_call(self, call: Any) -> Any:
+        """Run the microbatches of a call through the schedule. Return the sums, the same on every stage."""
+        from megabatch.pipeline.run import run_schedule
+
+        return run_schedule(call.loss_fn, call.prepared, call.agreement, self, call.opened)
+
     def accumulate_in(self, wide: WideGradients) -> None:
         if wide.widens:
             raise PlanError(

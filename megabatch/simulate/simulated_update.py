@@ -36,7 +36,7 @@ from megabatch.batching.pad_to_shape import Inputs, in_one_shape
 from megabatch.engine.call import CallAgreement
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
-from megabatch.losses.contract import PAIR_NAME, JointLoss, LossFunction, differentiable, loss_hooks, terms_of
+from megabatch.losses.contract import PAIR_NAME, CoupledLoss, LossFunction, differentiable, loss_hooks, terms_of
 from megabatch.pipeline.order import (
     BACKWARD,
     FORWARD,
@@ -286,7 +286,7 @@ def simulate(
     require_count("num_microbatches", num_microbatches)
     if max_norm is not None:
         require_positive("max_norm", max_norm)
-    if isinstance(loss_fn, JointLoss):
+    if isinstance(loss_fn, CoupledLoss):
         raise PlanError("a JointLoss needs the representations of other ranks, which are not there; simulate encode")
     place = device_named(device) if isinstance(device, str) else device
     num_run = num_microbatches if run_all else min(num_microbatches, _num_distinct(sync))

@@ -23,9 +23,9 @@ from megabatch.batching.padding import with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch, Microbatch
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
-from megabatch.engine.coupled_loss import Encoded, describe_fault
+from megabatch.engine.coupled_loss import Encoded, JointLoss, describe_fault
 from megabatch.errors import LossContractError, in_one_line
-from megabatch.losses.contract import REFUSES_MEANS, JointLoss, LossFunction, Term, terms_of
+from megabatch.losses.contract import REFUSES_MEANS, LossFunction, Term, terms_of
 from megabatch.planning.plan import check_limits
 from megabatch.torch_private import param_groups, pytree
 from megabatch.verification.finite_difference import check_backward
