@@ -5,7 +5,7 @@ import copy
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,9 +33,8 @@ from megabatch.engine.guards.graph_on_demand import GraphOnDemand
 from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
 from megabatch.engine.packing_check import check_packing, watched
-from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update, add_terms
-from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
+from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive, missing_attribute
 from megabatch.losses.contract import (
     CoupledLoss,
     LossFunction,
@@ -66,6 +65,9 @@ from megabatch.wrappers.mesh import num_collectives
 
 MAX_COMPARED_CALLS = 8  # calls in which ranks compare each collective: a loss made anew for each call is always new
 MAX_RUNS = 3  # of an update with same_bits="proved"; the second is always exact where kernels are deterministic
+REMOVED = {  # method -> what to do instead; a line is kept for one release
+    "step_in_backward": "step the optimizer after finalize(), since it freed no memory where gradients accumulate",
+}
 LOST = (
     "an update was lost when one of its calls failed or other code took its gradient; the sums of its other calls are "
     "dropped"
@@ -140,7 +142,6 @@ class GradientAccumulator:
     Attributes:
         fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.
         last_plan: The `Plan` of this rank's last call, as it ran. None before the first call.
-        steps_in_backward: True after `step_in_backward`.
 
     Raises:
         PlanError: An argument, a model or a wrapper that cannot be planned or reduced exactly.
@@ -230,8 +231,6 @@ class GradientAccumulator:
         self._ownership = Ownership(self._wrapper)
         self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # by loss, makes a dummy
         self._was_finite: Tensor | bool = True  # False if the update of these samples was not finite
-        self._stepping: StepInBackward | None = None
-        self.steps_in_backward = False  # if True, `finalize` can no longer scale a gradient
         self._open: OpenUpdate | None = None
         self._is_lost = False  # a call failed after others had added to the update; reset by finalize() and discard()
         self._num_compared_calls = 0
@@ -283,19 +282,6 @@ class GradientAccumulator:
         if cost is None:
             raise PlanError("pin_cost() was given None, since no cost is measured yet; call it after another update")
         self._planner, self._meter = replace(self._planner, cost=check_cost(cost)), None
-
-    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step ``optimizer`` in each update's last backward from now on, for less memory.
-
-        Each parameter is stepped as soon as its gradient is complete, and the gradient is then freed. An update is then
-        a single call, and its loss must count its weight (``weigh=``). `finalize` takes neither ``max_norm`` nor
-        ``weight``. If ``update.finite`` is false, the parameters have already moved. Raises `PlanError` for several
-        ranks without FSDP2, and for an optimizer that reads several parameters at once.
-        """
-        self._refuse_same_bits("step_in_backward()")
-        self._refuse_shapes("step_in_backward(), which would step in the trial of the shapes")
-        self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._wrapper), True
-        self.reserve_for(optimizer)
 
     def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Reserve memory for the states of ``optimizer`` when "auto" chooses the limit.
@@ -389,7 +375,7 @@ class GradientAccumulator:
         Raises:
             MegabatchError: An update is open.
             LossContractError: A weight that is negative, not finite, or not a number.
-            PlanError: An optimizer that steps in backward, or terms that differ between ranks.
+            PlanError: Terms that differ between ranks.
         """
         # An error of one rank is raised on all, since the others already wait for its message.
         failure: MegabatchError | None = None
@@ -413,11 +399,6 @@ class GradientAccumulator:
             self._refuse_to_add()
         if self._open is not None:
             raise MegabatchError("open() was called in an open update; call it before the first call, or finalize()")
-        if self._stepping is not None:
-            raise PlanError(
-                "open() is for an update of several calls, and the optimizer steps in the backward of the first; leave "
-                "open() or step_in_backward() out"
-            )
 
     def _begin(self) -> OpenUpdate:
         """Open an update before its first call, and drop the gradients of the one before."""
@@ -621,7 +602,7 @@ class GradientAccumulator:
     def _run_step(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> list[dict[str, Term]]:
         """Run one microbatch. If it does not fit in memory, run it again in parts. Return the sums of each part."""
         opened, wrapper = call.opened, self._wrapper
-        before = Receipt.of([] if opened.stepping else wrapper.parameters)
+        before = Receipt.of(wrapper.parameters)
         num_sent = 0 if wrapper.ranks.is_alone else num_collectives()
         opened.taking_back.clear()
         run = partial(self._forward_backward, loss_fn=loss_fn, call=call)
@@ -736,7 +717,7 @@ class GradientAccumulator:
         Raises:
             MegabatchError: A microbatch out of order, without a backward, or with several.
             LossContractError: A loss that is not what you say.
-            PlanError: A pipeline, an optimizer that steps in backward, and ranks that run different numbers.
+            PlanError: A pipeline, and ranks that run different numbers.
         """
         from megabatch.engine.user_loop import read_request
 
@@ -786,8 +767,6 @@ class GradientAccumulator:
             self._refuse_to_add()
         if self._wrapper.is_pipeline:
             raise PlanError("a pipeline runs the microbatches of a call together; use forward_backward, not microbatch")
-        if self._stepping is not None:
-            raise PlanError("microbatch() is not for an optimizer that steps in backward; use forward_backward")
         self._refuse_same_bits("microbatch(), whose loop makes its own cut")
         self._refuse_shapes("microbatch(), whose loop makes its own microbatches")
         if self._open is not None:
@@ -863,7 +842,7 @@ class GradientAccumulator:
         if self._open is None:
             if self._wide.dtype is not None:
                 self._wide.begin()
-            self._open = self._new_update(wrapper, self._stepping)
+            self._open = self._new_update(wrapper)
         if self._open.is_held:
             wrapper.hold_reduction(prepared.plan.sync)
         if agreement.num_microbatches:
@@ -1003,8 +982,6 @@ class GradientAccumulator:
         check_positive(max_norm=max_norm, weight=weight)
         if self._loop is not None:
             self._loop.check_complete()
-        if self._stepping is not None:
-            self._stepping.check_finalize(max_norm, weight)
         if weight is not None and self._open.told:
             raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
         if self._proof is not None:
@@ -1129,7 +1106,7 @@ class GradientAccumulator:
         if self._shapes is not None:
             self._planner = self._shapes.load(self._planner, state.pop("shapes", []))
         self._open = open_update_state.restore_open_update(
-            state, self._wrapper, self._wide, self._new_update(self._wrapper, self._stepping)
+            state, self._wrapper, self._wide, self._new_update(self._wrapper)
         )
         if self._open is not None:
             self._ownership.leave()
@@ -1145,6 +1122,11 @@ class GradientAccumulator:
         """Drop the open update, also one that was lost."""
         self._is_lost = False
         self._abandon()
+
+    if not TYPE_CHECKING:  # where every attribute would be known
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, name, REMOVED)
 
     def __getstate__(self) -> Any:
         raise PlanError(

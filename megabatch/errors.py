@@ -5,6 +5,7 @@ Each message is one line: the observed value, the expected one, and the change t
 
 import math
 import operator
+from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
 from typing import NamedTuple, SupportsIndex
@@ -52,6 +53,14 @@ class LossContractError(MegabatchError, ValueError):
 def in_one_line(error: BaseException) -> str:
     """Return the type and the text of an error on one line, at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def missing_attribute(owner: object, name: str, removed: Mapping[str, str]) -> Exception:
+    """Return the error of a missing attribute. One of ``removed`` says what to do instead."""
+    kind = type(owner).__name__
+    if name in removed:
+        return PlanError(f"{kind}.{name}() was removed; {removed[name]}")
+    return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
 
 
 def install_command(extra: str) -> str:

@@ -65,11 +65,6 @@ class Learner:
             PlanError: The batch cannot be used.
             LossContractError: The loss breaks its contract.
         """
-        if self.max_norm is not None and self.gradient.steps_in_backward:
-            raise PlanError(
-                "the Learner clips to max_norm, but its optimizer steps in backward, before a norm is known; leave "
-                "max_norm or step_in_backward() out"
-            )
         return self.gradient.forward_backward(batch, loss_fn)
 
     def optim_step(self) -> Update:

@@ -8,7 +8,7 @@ import importlib
 import operator
 import sys
 import types
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from types import FunctionType
@@ -452,12 +452,6 @@ def step_hooks(optimizer: Any) -> list[Callable[..., Any]]:
     """``Optimizer._optimizer_step_pre_hooks`` and ``_optimizer_step_post_hooks``: hooks of one optimizer's step."""
     found = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
     return [hook for hooks in found for hook in hooks.values()]
-
-
-def global_step_hooks() -> tuple[Mapping[int, Callable[..., Any]], ...]:
-    """``_global_optimizer_pre_hooks`` and ``_post_hooks``: those of every optimizer's step."""
-    hooks = cast(Any, sys.modules[torch.optim.Optimizer.__module__])
-    return hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
 
 
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:

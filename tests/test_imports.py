@@ -150,7 +150,8 @@ def test_type_checking_is_asked_for_nowhere_else():
     checking = {path for path, tree in TREES.items() if "typing.TYPE_CHECKING" in imported(tree)}
     places = ("model/build", "parallel/pipeline_stages", "parallel/wrap")  # which import pipelines when they are used
     pipelines = {f"train/{place}.py" for place in places}
-    assert checking == {*map(init_of, LAZY), "train/__init__.py", *pipelines}
+    removed = "accumulator.py"  # whose removed methods say what to do instead
+    assert checking == {*map(init_of, LAZY), "train/__init__.py", removed, *pipelines}
 
 
 @pytest.mark.parametrize("module", TRAINER)

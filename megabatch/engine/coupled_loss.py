@@ -231,10 +231,6 @@ def run_coupled_loss(
     """Add a call's gradient to the open update. Return its sums on data rank 0, and zeros on the others."""
     call, ranks = CoupledCall(joint, model, prepared, agreement, wrapper, opened), wrapper.ranks
     _check_whole_samples(ranks)
-    if opened.steps_in_backward:
-        raise PlanError(
-            "a JointLoss has a backward of its own, in which no optimizer steps; leave step_in_backward() out"
-        )
     cut = call.cut
     if not cut:
         opened.count_call(agreement)

@@ -166,8 +166,6 @@ class OOMRetry:
             why = "and same_bits=True refuses another cut, which has other bits"
         elif self._prepared.plan.shapes:
             why = "and shapes= leaves it no other shape"
-        elif self._opened.steps_in_backward:
-            why = f"and an optimizer steps in backward, {AGAIN}"
         elif len({each.device for each in self._wrapper.parameters}) > 1:
             why = f"whose parameters are on several devices, {AGAIN}"
         elif _share_writes([each for each in before.gradients if each is not None]):

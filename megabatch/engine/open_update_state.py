@@ -22,15 +22,14 @@ OWN = "as the parameter"
 def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, Any]:
     """Return the state of the update: numbers, strings, and copies of this rank's gradients. Wait for the device.
 
-    Raises `PlanError` for a wrapper that keeps gradients outside of ``p.grad``, and for an optimizer that steps in
-    backward.
+    Raises `PlanError` for a wrapper that keeps gradients outside of ``p.grad``.
     """
     if opened is None:
         return {}
-    if opened.steps_in_backward or not wrapper.may_pause:
-        who = f"the model has {wrapper.kind_name}, which" if not wrapper.may_pause else "the optimizer, in backward,"
+    if not wrapper.may_pause:
         raise PlanError(
-            f"{who} has parts of an open update's gradient to itself, so that it cannot be saved; finalize() before"
+            f"the model has {wrapper.kind_name}, which has parts of an open update's gradient to itself, so that it "
+            "cannot be saved; finalize() before"
         )
     having = {str(index): each for index, each in enumerate(wrapper.parameters) if each.grad is not None}
     return {

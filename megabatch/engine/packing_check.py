@@ -14,9 +14,8 @@ from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
 from megabatch.batching.tree import to_device
 from megabatch.engine.call import first_failure
 from megabatch.engine.error_broadcast import is_out_of_memory
-from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
-from megabatch.torch_private import hooks_after_grad, is_compiled, is_dtensor, is_fsdp2, original_of
+from megabatch.torch_private import is_compiled, is_dtensor, is_fsdp2, original_of
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
@@ -60,11 +59,6 @@ def watched(model: Any, num_microbatches: int) -> Generator[None]:
     if not num_microbatches:
         yield
         return
-    if _steps_in_backward(model):
-        raise PlanError(
-            "OneRow is given and an optimizer steps in backward, before it is known that the loss has called the "
-            "model; leave one of them out"
-        )
     is_called = False
 
     def check(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -287,11 +281,6 @@ def _logits(model: nn.Module) -> Logits:
         return logits.full_tensor() if is_dtensor(logits) else logits
 
     return run
-
-
-def _steps_in_backward(model: nn.Module) -> bool:
-    hooks = map(hooks_after_grad, model.parameters())
-    return any(isinstance(getattr(hook, "__self__", None), StepInBackward) for each in hooks for hook in each)
 
 
 def _check_inputs(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:

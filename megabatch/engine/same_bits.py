@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.autograd.graph import get_gradient_edge
 
 from megabatch.batching.packed_row import OneRow
@@ -21,12 +21,10 @@ from megabatch.batching.samples import Batch, Collate, Samples
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchPlanner, MicrobatchStep, PreparedBatch
-from megabatch.engine.optimizer_trial import depends_on_shards
-from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import MAX_TERMS, OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import WEIGHT_TOLERANCE, LossHooks, Term
-from megabatch.optim import LowBits, Muon
+from megabatch.optim import Muon
 from megabatch.planning.partition import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.torch_private import is_dtensor
@@ -36,6 +34,12 @@ from megabatch.wrappers.mesh import DataRanks
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DTYPES = (torch.float32, torch.bfloat16)  # of parameters whose sums float64 holds
+# Steps that read one element of a parameter at a time. With bfloat16 a CPU steps the last few elements of a tensor by
+# other instructions, which round the products of some of them at other places.
+WIDE_ONLY = (optim.SGD, optim.ASGD, optim.RMSprop, optim.Adagrad)
+ELEMENTWISE = (
+    *WIDE_ONLY, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Rprop, optim.Adadelta,
+)  # fmt: skip
 GRIDS = (2.0**72, 2.0**40, 2.0**8, 2.0**-24, 2.0**-56, 2.0**-88)  # a sum's parts are multiples of these
 MANTISSA = 53  # bits of float64
 GROWTH_BITS, SHRINK_BITS = 6, 10  # the largest gradient may be 2**6 times that of the update before, or 2**-10 of it
@@ -80,10 +84,10 @@ def check_optimizer(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
         reason = "is fused on a CPU, where its bits depend on the size of a shard; give fused=False"
     elif others is None or not any(is_dtensor(each) and each.placements[-1].is_shard() for each in wrapper.parameters):
         return
-    elif not LowBits.supports(type(others)) or depends_on_shards(others):
-        reason = (
-            "steps a shard to other bits than a whole parameter; use an elementwise optimizer, such as AdamW, or DDP"
-        )
+    elif type(others) not in ELEMENTWISE:  # a subclass may step otherwise
+        reason = "may step a shard to other bits than a whole parameter; use torch.optim.AdamW, or DDP"
+    elif type(others) in WIDE_ONLY and any(each.dtype == torch.bfloat16 for each in wrapper.parameters):
+        reason = "rounds the last elements of a bfloat16 shard in another way; use torch.optim.AdamW, or DDP"
     if reason is not None:
         raise PlanError(f"same_bits=True and {name} {reason}, or leave same_bits out")
 
@@ -181,8 +185,8 @@ class SameBitsPlanner(MicrobatchPlanner):
 class SameBitsUpdate(OpenUpdate):
     """Adds totals and weights exactly. Refuses random numbers, which would depend on the number of ranks."""
 
-    def __init__(self, wrapper: Wrapper, stepping: StepInBackward | None = None) -> None:
-        super().__init__(wrapper, stepping)
+    def __init__(self, wrapper: Wrapper) -> None:
+        super().__init__(wrapper)
         self._parts: dict[str, Tensor] = {}  # by term: of the total and of the weight, [2, len(GRIDS)]
         self._random = random_state.note(self._device)
 

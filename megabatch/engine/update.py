@@ -4,7 +4,6 @@ While an update is open, each microbatch's total is divided by the weight that t
 closes, one factor corrects this divisor to the weight of the whole update. For a single weighed call the factor is 1.
 """
 
-import contextlib
 import copy
 import math
 import zlib
@@ -19,7 +18,6 @@ from torch import Tensor
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchStep
-from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import (
     PAIR_NAME,
@@ -158,8 +156,8 @@ class OpenUpdate:
 
     sums_over_ranks: Callable[[Sequence[str]], tuple[Tensor, Tensor]] | None = None  # sums in place of float64's
 
-    def __init__(self, wrapper: Wrapper, stepping: StepInBackward | None = None) -> None:
-        self._ranks, self._wrapper, self.stepping = wrapper.ranks, wrapper, stepping
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._ranks, self._wrapper = wrapper.ranks, wrapper
         self._device = wrapper.device
         self._dtype = accumulation_dtype(wrapper.device)
         self._divisors: dict[str, float] = {}  # by weighed term, told or of the first call
@@ -185,11 +183,6 @@ class OpenUpdate:
         """True once a call has begun to add to the update."""
         return self.is_continued or self._num_calls > 0
 
-    @property
-    def steps_in_backward(self) -> bool:
-        """True if an optimizer steps in the last backward."""
-        return self.stepping is not None
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two calls, as numbers and strings. Wait for the device."""
         sums = {name: [float(term.total), float(term.weight)] for name, term in self._sums.items()}
@@ -208,8 +201,6 @@ class OpenUpdate:
         if not call.num_microbatches:
             return
         self._num_calls += 1
-        if self.stepping is not None:
-            self.stepping.prepare_call(call, self._num_calls)
         if self._num_calls == 1:  # with several untold terms this is the only call
             weights = self.told or call.weights
             nothing = 1.0 if len(weights) < 2 else math.inf  # a term without weight has no gradient
@@ -302,9 +293,8 @@ class OpenUpdate:
         before = self._sums.copy(), self._differ, self._counted
         self.taking_back.clear()
         try:
-            sums = self.add(terms, step)  # this may raise, so it runs before any parameter moves
-            with contextlib.nullcontext() if self.stepping is None else self.stepping.backward(step.index):
-                step.differentiate(objective)
+            sums = self.add(terms, step)
+            step.differentiate(objective)
         except Exception:
             self._sums, self._differ, self._counted = before
             for _, take_back in self.taking_back:

@@ -33,10 +33,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.pipelining import PipelineStage
 
 from megabatch.batching.pad_to_shape import Inputs, in_one_shape
-from megabatch.engine.call import CallAgreement
-from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
-from megabatch.losses.contract import PAIR_NAME, CoupledLoss, LossFunction, differentiable, loss_hooks, terms_of
+from megabatch.losses.contract import CoupledLoss, LossFunction, differentiable, terms_of
 from megabatch.pipeline.order import (
     BACKWARD,
     FORWARD,
@@ -253,7 +251,6 @@ def simulate(
     sync: str = "auto",
     max_norm: float | None = None,
     accumulate_dtype: torch.dtype | None = None,
-    step_in_backward: bool = False,
     device: Device | str = "h100-80g",
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     run_all: bool = False,
@@ -273,7 +270,6 @@ def simulate(
         sync: As for `GradientAccumulator`.
         max_norm: As for `GradientAccumulator.finalize`.
         accumulate_dtype: As for `GradientAccumulator`.
-        step_in_backward: Step the optimizer in the last backward, as `GradientAccumulator.step_in_backward` does.
         device: The rank's device, by name or as a `Device`.
         around: Makes a context manager around each forward and backward, for example torch's loss_parallel.
         run_all: Run every microbatch. False: run two of them, and count the second for the others.
@@ -297,7 +293,7 @@ def simulate(
             num_microbatches = num_run = model.runnable(num_microbatches)
         ledger = Ledger(place, axes, _host_categories(models))
         run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
-        with run.tagging(step_in_backward=step_in_backward), one_text_per_row(make_batch):
+        with run.tagging(), one_text_per_row(make_batch):
             run.update(make_batch, loss_fn, max_norm, num_run, around)
             run.begin_second()
             run.update(make_batch, loss_fn, max_norm, num_run, around)
@@ -389,7 +385,7 @@ class _Run:
         sync: str,
     ) -> None:
         self._model, self._models, self._ledger = model, models, ledger
-        self._fake, self._stepping = FakeMode(), cast(StepInBackward | None, None)
+        self._fake = FakeMode()
         with self._fake, ledger, _keeping_tied(model):
             give_fake_memory(self._models)
             for each in self._models:
@@ -415,13 +411,10 @@ class _Run:
         return [parameter for model in self._models for parameter in model.parameters()]
 
     @contextlib.contextmanager
-    def tagging(self, *, step_in_backward: bool) -> Generator[None]:
-        """Tag gradients, buckets and shards during the updates, and step in their last backward if asked to."""
+    def tagging(self) -> Generator[None]:
+        """Tag gradients, buckets and shards during the updates."""
         hooks = [each.register_post_accumulate_grad_hook(self._tag_gradient) for each in self._wrapper.parameters]
         hooks += [each.module.register_forward_pre_hook(self._tag_buckets) for each in self._replicas()]
-        if step_in_backward:  # its hook comes after the tag's, and its trial of the optimizer has real numbers
-            self._stepping = StepInBackward(self._optimizer, self._wrapper)
-            hooks += [each.register_post_accumulate_grad_hook(self._tag_state) for each in self._wrapper.parameters]
         try:
             with self._fake, self._ledger, tagging_shards(self._ledger):
                 yield
@@ -447,10 +440,6 @@ class _Run:
         wrapper, ledger = self._wrapper, self._ledger
         drop_gradients(wrapper.parameters)
         self._wide.begin()
-        if self._stepping is not None:
-            self._stepping.check_finalize(max_norm, None)
-            weights = {} if loss_hooks(loss_fn).weigh is None else {PAIR_NAME: 1.0}
-            self._stepping.prepare_call(CallAgreement(num, num, num, weights, None), number=1)
         if isinstance(wrapper, PipelineWrapper):
             with around():
                 self._run_schedule(wrapper, make_batch, loss_fn, num)
@@ -475,8 +464,7 @@ class _Run:
                 ledger.enter_phase(f"forward {index + 1}", "activations")
                 objective = _sum_totals(loss_fn(self._model, make_batch())) * wrapper.loss_factor
                 ledger.enter_phase(f"backward {index + 1}", "temporaries")
-                with nullcontext() if self._stepping is None else self._stepping.backward(index):
-                    objective.backward()
+                objective.backward()
                 del objective
             ledger.tag((each.grad for each in wrapper.parameters), "gradients")
 

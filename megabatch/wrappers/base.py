@@ -68,7 +68,6 @@ class Wrapper:
 
     kind_name = "no wrapper"
     loss_factor = 1.0
-    hands_over_in_backward = False  # each gradient is complete in ``p.grad`` as soon as it is reduced, during backward
     is_pipeline = False  # the microbatches of a call run together
     run_call: Any = None  # runs the microbatches of a call in place of the accumulator, and returns this rank's sums
     forwards_meet = False  # ranks wait for each other in every module that is called

@@ -49,7 +49,6 @@ class FSDP2Wrapper(Wrapper):
 
     kind_name = "FSDP2 without replicas"
     forwards_meet = True
-    hands_over_in_backward = True
 
     def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
         check_feature("FSDP2")

@@ -402,14 +402,6 @@ def two_divisors(user: User) -> None:
     accumulator.finalize(weight=3.0)
 
 
-@refused(PlanError, "leave open() or step_in_backward() out", 1)
-def an_optimizer_that_steps_in_backward(user: User) -> None:
-    model = regressor()
-    accumulator = user.accumulator(model)
-    accumulator.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
-    accumulator.open()
-
-
 @refused(MegabatchError, "finalize() it before", 1, 2)
 def a_loop_of_ones_own(user: User) -> None:
     accumulator = user.accumulator(regressor())

@@ -364,7 +364,6 @@ REFUSALS = {
     "joint loss": refused_call(lambda each: each.forward_backward(shapes.samples_of([3], 0), JointLoss(len, len))),
     "loop": refused_call(lambda each: next(each.microbatches(shapes.samples_of([3], 0)))),
     "own loop": refused_call(lambda each: each.microbatch(0, of=1).__enter__()),
-    "step": refused_call(lambda each: each.step_in_backward(torch.optim.SGD(each.model.parameters()))),
     "no labels": refused_call(
         lambda each: each.forward_backward([{"input_ids": torch.ones(3).long()}] * 3, losses.next_token)
     ),
@@ -384,7 +383,7 @@ WORDS = {
     "encoder-decoder": "an encoder-decoder", "batch norm": "BatchNorm1d, whose",
     "dynamic positions": "rotary positions", "own loss": "give one of these", "joint loss": "give one of these",
     "loop": r"shapes= and microbatches\(\)", "own loop": r"shapes= and microbatch\(\)",
-    "step": "shapes= and step_in_backward", "no labels": "no labels", "no target": "their gradient is zero",
+    "no labels": "no labels", "no target": "their gradient is zero",
     "keys": "have input_ids, labels, box",
 }  # fmt: skip
 

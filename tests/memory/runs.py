@@ -33,6 +33,7 @@ SIZES = {  # hidden, layers, heads, vocabulary
 AXES = {"plain": {}, "ddp": {"dp": 2}, "fsdp2": {"dp_shard": 2}, "offload": {"dp_shard": 2},
         "hsdp": {"dp_replicate": 2, "dp_shard": 2},
         "cp": {"dp_shard": 1, "cp": 2}, "tp": {"dp_shard": 1, "tp": 2}}  # fmt: skip
+MAX_NORM = 1.0
 # glibc gives back what is freed, so that what is resident is what is allocated.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
@@ -47,7 +48,7 @@ class Run:
     tokens: int = 128
     microbatches: int = 1
     sync: str = "last"
-    optimizer: str = "adamw-foreach"  # "adamw-foreach-in-backward" steps in the last backward
+    optimizer: str = "adamw-foreach"
     precision: str = "float32"  # or "bfloat16", or "mixed": FSDP2 computes in bfloat16 and reduces in float32
     recompute: str = "no"  # or "yes", or "selective"
 
@@ -66,14 +67,6 @@ class Run:
     @property
     def world(self) -> int:
         return 4 if self.wrapper == "hsdp" else 2 if self.axes else 1
-
-    @property
-    def steps_in_backward(self) -> bool:
-        return self.optimizer.endswith("-in-backward")
-
-    @property
-    def max_norm(self) -> float | None:
-        return None if self.steps_in_backward else 1.0
 
     @property
     def steady_after(self) -> int:
@@ -121,7 +114,7 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
 def optimizer_of(model: nn.Module, run: Run) -> torch.optim.Optimizer:
     if run.optimizer in QUANTIZED_OPTIMIZERS:
         return QuantizedAdam(model.parameters(), run.optimizer)
-    kind, way, *_ = run.optimizer.split("-")
+    kind, way = run.optimizer.split("-")
     options: dict[str, Any] = {"lr": 1e-4, "foreach": way == "foreach", "fused": way == "fused"}
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=0.0, **options)
@@ -151,8 +144,8 @@ def predicted(run: Run, **options: Any) -> Simulated:
     return simulate(
         make_model, lambda model: optimizer_of(model, run), microbatch, losses.next_token,
         **{
-            "axes": run.axes, "num_microbatches": run.microbatches, "sync": run.sync, "max_norm": run.max_norm,
-            "step_in_backward": run.steps_in_backward, "device": "cpu",
+            "axes": run.axes, "num_microbatches": run.microbatches, "sync": run.sync, "max_norm": MAX_NORM,
+            "device": "cpu",
         } | options,
     )  # fmt: skip
 
@@ -167,13 +160,11 @@ class Real:
         self.model = wrapped(llama(run), run, mesh, DistributedDataParallel)
         self.optimizer = optimizer_of(self.model, run)
         self.gradient = GradientAccumulator(self.model, micro_batch_size=run.rows, sync=run.sync, mesh=mesh)
-        if run.steps_in_backward:
-            self.gradient.step_in_backward(self.optimizer)
-        self.batch, self.max_norm = batch_of(run, run.microbatches), run.max_norm
+        self.batch = batch_of(run, run.microbatches)
 
     def update(self) -> None:
         self.gradient.forward_backward(self.batch, losses.next_token)
-        assert self.gradient.finalize(max_norm=self.max_norm).finite
+        assert self.gradient.finalize(max_norm=MAX_NORM).finite
         self.optimizer.step()
 
 

@@ -40,13 +40,6 @@ COUNTED |= {
     "offload last": Run("25m", "offload", 1, 32, 2, "last", "adamw-fused"),
     "offload, mixed": Run("toy", "offload", 2, 16, 2, precision="mixed"),
 }
-IN_BACKWARD = "adamw-foreach-in-backward"
-COUNTED |= {
-    "in backward": Run(rows=1, tokens=32, optimizer=IN_BACKWARD),
-    "in backward, two": Run(rows=1, tokens=32, microbatches=2, optimizer=IN_BACKWARD),
-    "in backward, fsdp2": Run("25m", "fsdp2", 1, 32, 1, "every", optimizer=IN_BACKWARD),
-    "in backward, fsdp2, last": Run("toy", "fsdp2", 2, 16, 2, "last", IN_BACKWARD),
-}
 MARGIN = 0.05
 MESSAGES = (2, 1536, 768)  # calls, bytes gathered, bytes sent; of two ranks
 FEWER_MESSAGES = (1, 768, 384)  # of ranks with the same samples
@@ -112,11 +105,6 @@ def test_without_buckets_ddp_would_be_predicted_wrong(real: Found, monkeypatch, 
 def test_without_resized_storages_fsdp2_would_be_predicted_wrong(real: Found, monkeypatch) -> None:
     monkeypatch.setattr(Ledger, "_watch_resize", lambda ledger, resize: resize)
     ratio = simulated_anew(COUNTED["fsdp2 every"]).peak_bytes / real("fsdp2 every")[0]["peak_bytes"]
-    assert ratio > 1 + MARGIN, ratio
-
-
-def test_a_step_after_the_backward_would_be_predicted_wrong(real: Found) -> None:
-    ratio = predicted(COUNTED["in backward"], step_in_backward=False).peak_bytes / real("in backward")[0]["peak_bytes"]
     assert ratio > 1 + MARGIN, ratio
 
 

@@ -72,7 +72,6 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--advice.every=2 --model.dtype=bfloat16": "advice.every is 2 and model.dtype is 'bfloat16' … leave one",
     "--data.look_ahead=1 --data.num_workers=2": "data.look_ahead is 1 and data.num_workers is 2 … leave one of them",
     "--optim.name=Muon --parallel.tp=2": "optim.name is 'Muon' and parallel.tp is 2, which cuts over a second axis",
-    "--optim.name=Muon --optim.in_backward": "optim.name is 'Muon' and optim.in_backward is true, where … one by one",
     "--optim.adamw_lr=0.1": "optim.adamw_lr is 0.1, which has no effect without optim.name = Muon; set that, or leave",
     "--parallel.pp=2 --parallel.tp=2 --parallel.loss_parallel": "loss_parallel is true and parallel.pp is 2 … leave",
     "--parallel.wrapper=ddp --parallel.tp=2": "parallel.tp is 2 and parallel.wrapper is 'ddp' … \"fsdp2\" can; leave",
@@ -111,7 +110,6 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
         f"--model.compile --update.shapes=4 {other}": f"update.shapes is 4 and {seen} … leave"
         for other, seen in {
             "--update.micro_batch_size=2 --update.same_bits=true": "update.same_bits is true, whose microbatches",
-            "--optim.in_backward": "optim.in_backward is true, which would step",
             "--run.check_hardware_every=2": "run.check_hardware_every is 2, which makes gradients in another cut",
             "--checkpoint.partial": "checkpoint.partial is true, which makes an update in several calls",
             "--advice.every=2": "advice.every is 2, which makes an update in several calls",

@@ -22,7 +22,7 @@ from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.adapter_jobs import whole
-from tests.train.conftest import NO_DROPOUT, Bench, timeless
+from tests.train.conftest import Bench, timeless
 from tests.train.contexts import ALONE, SILENT
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import overrides
@@ -63,7 +63,6 @@ UNCUT = {"update__max_microbatch_tokens": "none", "update__micro_batch_size": 8}
 CUT = {"update__max_microbatch_tokens": "none", "update__micro_batch_size": 3}
 ON_RANKS = {wrapper: {**CUT, "parallel__wrapper": wrapper} for wrapper in ("ddp", "fsdp2")}
 JOINT = {"eval__num_samples": 0}
-IN_BACKWARD = {"optim__in_backward": True, "update__max_norm": "none"}
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3", "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8,
     "num_hidden_layers": 2, "num_attention_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
@@ -168,34 +167,9 @@ def refused(bench: Bench, values: dict[str, Any]) -> str:
     return line_of(lambda: trained(ALONE, bench.recipe, values))
 
 
-def test_an_optimizer_in_backward_makes_the_same_steps(bench: Bench) -> None:
-    plain, stepped = ({**CUT, **NO_DROPOUT, **IN_BACKWARD, "optim__in_backward": each} for each in (False, True))
-    expected, found = (trained(ALONE, bench.recipe, values) for values in (plain, stepped))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.slow
-def test_an_optimizer_in_backward_on_shards(bench: Bench, tmp_path: Path) -> None:
-    expected = trained(ALONE, bench.recipe, {**UNCUT, **NO_DROPOUT, **IN_BACKWARD, "optim__in_backward": False})
-    ways = [{**ON_RANKS["fsdp2"], **NO_DROPOUT, **IN_BACKWARD}]
-    for (found,) in on_ranks(2, tmp_path, trained_ways, bench.recipe, ways):
-        assert_same(found, expected)
-
-
-@pytest.mark.slow
-def test_a_run_with_an_optimizer_in_backward_resumes_to_the_bit(bench: Bench, tmp_path: Path) -> None:
-    bench.train(run__folder=tmp_path / "whole", **IN_BACKWARD)
-    bench.train(run__max_steps=3, **IN_BACKWARD)
-    bench.train(run__resume=True, **IN_BACKWARD)
-    assert timeless(bench.rows()) == timeless(bench.rows(tmp_path / "whole"))
-
-
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"optim__in_backward": True}, "optim.in_backward is true and update.max_norm is set"),
-        ({**IN_BACKWARD, "checkpoint__partial": True}, "optim.in_backward is true and checkpoint.partial is set"),
-        ({**IN_BACKWARD, "advice__every": 2}, "optim.in_backward is true and advice.every is set"),
         ({"model__experts__bias_rat": 0.1}, "model.experts.bias_rat is 0.1 ("),
         ({"model__experts__bias_rate": 0.1}, "model.experts.bias_rate is 0.1 and no module of the model has a tensor"),
         ({"model__experts__bias_name": "b"}, "model.experts.bias_name is set and model.experts.bias_rate is not"),

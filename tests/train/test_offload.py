@@ -18,7 +18,7 @@ from tests.train.contexts import SILENT
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import overrides
-from tests.train.test_library_features import CUT, IN_BACKWARD, trained_ways
+from tests.train.test_library_features import CUT, trained_ways
 from tests.train.test_pipeline import exported, model_of
 
 FSDP2 = {"parallel__wrapper": "fsdp2"}
@@ -27,7 +27,7 @@ HSDP = {"parallel__dp_replicate": 2, "parallel__dp_shard": 2}
 LOW_BITS = {"model__dtype": "bfloat16", "optim__master": "low_bits", "update__accumulate_dtype": "float32"}
 WAYS: dict[int, list[dict[str, Any]]] = {  # ranks → settings that are run with and without the key
     1: [NO_DROPOUT],
-    2: [{**NO_DROPOUT, **LOW_BITS}, {**NO_DROPOUT, **IN_BACKWARD}, {**NO_DROPOUT, "update__sync": "last"}],
+    2: [{**NO_DROPOUT, **LOW_BITS}, {**NO_DROPOUT, "update__sync": "last"}],
     3: [NO_DROPOUT],
     4: [{**NO_DROPOUT, **HSDP}],
 }

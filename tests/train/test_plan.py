@@ -108,11 +108,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "cp": (4, {"parallel__cp": 4, "model__config__num_key_value_heads": 2}),
     "cp, recomputed": (2, {"parallel__cp": 2, "model__activation_checkpointing": "true"}),
-    "in backward": (1, {"optim__in_backward": "true", "update__max_norm": "none"}),
-    "in backward, fsdp2": (
-        2,
-        {"optim__in_backward": "true", "update__max_norm": "none", "parallel__wrapper": "fsdp2"},
-    ),
     "offload": (2, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
     "compiled": (2, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
     "compiled, ddp": (2, {"parallel__wrapper": "ddp", "model__compile": "true", "model__compute_dtype": "bfloat16"}),
@@ -531,10 +526,6 @@ DEEP: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (4, {"parallel__tp": 2, "parallel__wrapper": "fsdp2", "parallel__sequence_parallel": "true"}),
     "recompute": (1, {"model__activation_checkpointing": "true"}),
     "compiled": (4, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
-    "in backward": (
-        4,
-        {"parallel__wrapper": "fsdp2", "optim__in_backward": "true", "update__max_norm": "none"},
-    ),
     "offload": (4, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
     "on a CPU": (1, {"device": "cpu"}),
 }
@@ -937,11 +928,7 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
             ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
             'parallel.wrapper is "ddp", which shards nothing',
         ),
-        (["--optim.in_backward"], "optim.in_backward is true and update.max_norm is set"),
-        (
-            ["--world=2", "--parallel.wrapper=ddp", "--optim.in_backward", "--update.max_norm=none"],
-            "the model has DistributedDataParallel, whose whole gradient is there only after the backward",
-        ),
+        (["--optim.in_backward"], "unknown key optim.in_backward on the command line; it was removed"),
         (["--world", "2", "--parallel.pp=2"], "model.config.num_hidden_layers is 1 and 1F1B over 2 ranks has 2 stages"),
         (
             ["--world", "2", "--parallel.pp=2", "--model.config.num_hidden_layers=2", "--update.sync=every"],
@@ -1076,18 +1063,6 @@ def test_what_is_frozen_costs_no_gradient(recipe: Path, name: str) -> None:
             assert runs[0].at_peak["parameters"] == pytest.approx(matrices * (4.5 / 8) + rest, rel=0.1)
         if name.endswith("ddp"):
             assert all(row.sent_bytes == pytest.approx(4 * sizes.num_trained, abs=8192) for row in runs)
-
-
-@pytest.mark.slow
-def test_a_step_in_backward_frees_gradients(recipe: Path) -> None:
-    values = {
-        "update__max_norm": "none", "model__config__hidden_size": 256, "update__global_batch_size": 1,
-        "data__max_sample_tokens": 16,
-    }  # fmt: skip
-    after, within = (planned(recipe, optim__in_backward=each, **values)[0] for each in ("false", "true"))
-    assert (after.by, within.by) == (SIMULATION, SIMULATION)
-    gradients = 4 * subject(recipe, **values).sizes.num_parameters
-    assert after.peak_bytes - within.peak_bytes > gradients / 2
 
 
 __all__ = ["recipe"]

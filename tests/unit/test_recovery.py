@@ -1,6 +1,5 @@
 """Limits learned from microbatches that did not fit, and numbers that must not be counted twice; on one process."""
 
-import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.exact.experts import samples as sparse_samples
 from tests.exact.experts import sparse_lm, unbalanced
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import SAMPLES, linear, squares, weighed_squares
-from tests.unit.small import unseen
 
 TEXTS = [{"x": torch.full((length,), float(length), dtype=torch.float64)} for length in (8, 6, 4, 4, 2, 2)]
 OUT = {0: ("backward", 0)}  # of the first forward's backward, when the later layer has its gradient
@@ -157,24 +155,6 @@ def test_deferred_samples_are_loaded_again():
     whole.forward_backward(SAMPLES, weighed_squares)
     whole.finalize()
     check_same(model, reference)
-
-
-def test_a_gradient_is_freed_where_an_optimizer_steps_in_backward():
-    model, alive = Two(), []
-    noted: list[weakref.ref[Tensor]] = []
-
-    @loss(weigh=lambda microbatch: len(microbatch["x"]))
-    def noting(model: nn.Module, microbatch: Any) -> Any:
-        noted.extend(weakref.ref(each) for each in [model.second.weight.grad] if each is not None)
-        return squares(model, microbatch)
-
-    gradient = GradientAccumulator(model, micro_batch_size=2)
-    gradient.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
-    model.first.weight.register_post_accumulate_grad_hook(
-        unseen(lambda _: alive.append([each() is not None for each in noted]))
-    )
-    gradient.forward_backward(SAMPLES, noting)
-    assert alive == [[], [False]]
 
 
 def test_experts_are_counted_once():

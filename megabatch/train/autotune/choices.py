@@ -55,8 +55,7 @@ def choose_rest(context: RunContext) -> TunedChoices:
     chosen, learner, model = context.choices, context.learner, context.model
     bound = choose_limit(chosen.bound, context)
     keeps_gradient = (  # no other accumulator, with another sync policy, can take the place of the learner's
-        context.config.optim.in_backward
-        or "bias_rate" in (context.config.model.experts or {})
+        "bias_rate" in (context.config.model.experts or {})
         or isinstance(context.loss_fn, JointLoss)
         or isinstance(model.model, list)
     )

@@ -57,7 +57,7 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
     if config.run.manifest:
         made.append(Manifest(context))
     made.append(MicrobatchLog(context))
-    if ranks.layout.pp == 1 and not is_joint and not config.optim.in_backward:  # where a step is there to be marked
+    if ranks.layout.pp == 1 and not is_joint:  # where a step is there to be marked
         made.append(Timeline(context))
     if config.run.check_hardware_every is not None:
         from megabatch.train.callbacks.hardware_check import HardwareCheck

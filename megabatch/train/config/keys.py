@@ -45,6 +45,9 @@ FOREIGN_KEYS = {
         DERIVED.split(), "it is derived, never set: set update.global_batch_size and update.micro_batch_size"
     ),
 }
+REMOVED_KEYS = {  # key -> what to do instead; a line is kept for one release
+    "optim.in_backward": "it was removed, since it freed no memory where gradients accumulate: leave it out",
+}
 
 
 def sections() -> dict[str, type[Section]]:
@@ -88,6 +91,8 @@ def type_of(key: str) -> Any:
 def unknown_key(key: str, where: str) -> MegabatchError:
     """Return the error for an unknown key, with the nearest one of its table, else of all."""
     table, _, name = key.rpartition(".")
+    if key in REMOVED_KEYS:
+        return MegabatchError(f"unknown key {key} {where}; {REMOVED_KEYS[key]}")
     if name in FOREIGN_KEYS:
         return MegabatchError(f"unknown key {key} {where}; {FOREIGN_KEYS[name]}")
     is_source = key.count(".") == 3 and is_named_sources(known_keys().get(table.rpartition(".")[0]))

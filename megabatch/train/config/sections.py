@@ -217,9 +217,6 @@ class OptimConfig(Section):
     where parameters are bfloat16 and optim.name can have them."""
     state_dtype: Literal["bfloat16"] | None = None
     """With low bits: keep the optimizer's states in it, for 4 bytes a weight less of AdamW's. None: float32."""
-    in_backward: bool = False
-    """Step each parameter in an update's last backward, as soon as its gradient is complete, for less memory. For one
-    process and FSDP2, with update.max_norm = "none"."""
     lr: Rate = 1e-3
     """Peak learning rate."""
     adamw_lr: Rate | None = None

@@ -20,7 +20,6 @@ from megabatch.train.runtime.oom_limit import load_oom_limit
 KEYS = {  # the library's name of a setting → the recipe's
     "memory_bytes": "update.memory",
     "OneRow": "update.one_row",
-    "step_in_backward()": "optim.in_backward",
     **{
         name: f"update.{name}"
         for name in (

@@ -75,7 +75,7 @@ def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None
             f"{said} and no module of the model has a tensor {experts.bias_name!r}; set model.experts.bias_name, or "
             "leave bias_rate out"
         )
-    others = ("checkpoint.partial", "data.pack_tokens", "optim.in_backward", *AXES)  # packed rows have no mask
+    others = ("checkpoint.partial", "data.pack_tokens", *AXES)  # packed rows have no mask
     for other in given(config, others):
         raise MegabatchError(f"{said} and {other}, which does not count tokens; leave one of them out")
 

@@ -44,7 +44,6 @@ def build_learner(
     sync: str | None = None,
 ) -> Learner:
     """Return the model with its accumulator, optimizer and schedule. Raises `MegabatchError`. Collective."""
-    check_in_backward(config)
     gradient = build_accumulator(parallel_model.model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
     device = next(parallel_model.base.parameters()).device
@@ -55,9 +54,6 @@ def build_learner(
         parallel_model.words.append("steps: in float32, by 16 low bits beside each bfloat16 weight")
     else:
         parallel_model.warnings.extend(too_small_steps(optimizer, config.optim))
-    if config.optim.in_backward:
-        with use_recipe_keys():
-            gradient.step_in_backward(optimizer)
     move_biases(gradient, optimizer, config)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
     with use_recipe_keys():
@@ -74,22 +70,6 @@ def optim_of(config: Config, device: torch.device) -> OptimConfig:
     stepped_by = "AdamW" if optim.name == "Muon" else optim.name  # Muon's rest is stepped by AdamW
     plain = {"fused": False} if takes(kind_of(stepped_by), "fused") else {}
     return optim.model_copy(update={"options": plain | optim.options})
-
-
-def check_in_backward(config: Config) -> None:
-    """Raise for keys that do not go with an optimizer that steps in backward."""
-    others = {
-        'update.max_norm; set it to "none"': config.update.max_norm is not None,
-        "update.on_nonfinite": config.update.on_nonfinite != "raise",
-        "checkpoint.partial": config.checkpoint.partial,
-        "advice.every": config.advice.every is not None,
-    }
-    for key in (key for key, is_set in others.items() if is_set and config.optim.in_backward):
-        key, _, instead = key.partition("; ")
-        raise MegabatchError(
-            f"optim.in_backward is true and {key} is set, which needs the whole gradient before the first parameter is "
-            f"stepped; {instead or f'leave {key} out'}, or leave optim.in_backward out"
-        )
 
 
 def words_of_muon(optimizer: optim.Optimizer) -> list[str]:
@@ -119,7 +99,7 @@ def max_norm_of(update: UpdateConfig) -> float | None:
 
 def settings_of(config: Config) -> dict[str, object]:
     """Return the settings besides data and model that decide what a run learns, by key. A resumed run has the same."""
-    optim = config.optim.model_dump(exclude={"decay_steps", "in_backward"})  # see decay_steps_of; the same bits
+    optim = config.optim.model_dump(exclude={"decay_steps"})  # see decay_steps_of
     update = config.update
     cut = (update.same_bits, update.micro_batch_size, update.max_microbatch_tokens) if update.same_bits else None
     optim["master"] = "low_bits" if keeps_low_bits(config.optim, is_bfloat16=config.model.dtype == "bfloat16") else None
@@ -215,8 +195,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
                 'optim.state_dtype out, or set optim.master = "low_bits" with model.dtype = "bfloat16"'
             )
         keep_state_dtypes(optimizer)
-    if not config.in_backward:  # where gradients are gone before the step
-        optimizer.register_step_pre_hook(fill_gradients)
+    optimizer.register_step_pre_hook(fill_gradients)
     return optimizer
 
 

@@ -87,7 +87,6 @@ class ModelSizes:
     num_stretches: int = 1  # ranks that cut each sequence among them
     num_key_features: int = 0  # of the keys and values of a token
     offloads: bool = False  # parameters, gradients and states to the host
-    steps_in_backward: bool = False  # and frees each gradient as soon as it is complete
     pipeline: PipelineShare | None = None
 
     @property
@@ -196,7 +195,6 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         num_stretches=layout.cp,
         num_key_features=2 * num_key_heads * head_features,
         offloads=config.parallel.cpu_offload,
-        steps_in_backward=config.optim.in_backward,
     )
 
 
@@ -360,8 +358,6 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     if sizes.offloads:
         base = shard = 0
     held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
-    if sizes.steps_in_backward and not accumulates:
-        held = sizes.num_trained_unit / sizes.num_shards * b_r if sizes.is_sharded else 0
     keeps_sums = choice.sync == "replica_last" or (num_gathered_once(choice.sync) > 0 and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
     kept = max(0, num_gathered_once(choice.sync) - 1)  # layers whose parameters stay
@@ -369,9 +365,7 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
-    if sizes.steps_in_backward:
-        step = base
-    elif sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
+    if sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
         step = base + shard + sizes.num_widened * torch.float32.itemsize * (2 if choice.fused else 3)
     else:
         step = base + shard + (0 if choice.fused else shard)

@@ -49,7 +49,6 @@ from megabatch.train.model.build import divide, prepare
 from megabatch.train.model.build_accumulator import use_recipe_keys
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
 from megabatch.train.model.frozen import check_four_bit_wrapper, four_bit_candidates, four_bit_dtype
-from megabatch.train.model.optimizer import check_in_backward
 from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.pipeline_stages import Stages, pipeline, stages_of
 from megabatch.train.parallel.tensor_parallel import plain_terms
@@ -129,7 +128,6 @@ def build_simulator(
 
 def check_planned(config: Config) -> None:
     """Raise for keys that cannot be simulated."""
-    check_in_backward(config)
     if config.update.shapes is not None:
         raise MegabatchError(
             f"update.shapes is {config.update.shapes}, and the plan does not count tokens that fill microbatches up; "
@@ -318,7 +316,6 @@ class Simulator:
                 sync=choice.sync,
                 max_norm=config.update.max_norm,
                 accumulate_dtype=accumulation_of(config.update),
-                step_in_backward=config.optim.in_backward,
                 device=self.device,
                 around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
                 rank=rank,

@@ -11,7 +11,6 @@ from tests.unit.failures.shortages import (
     reentrant,
     several_devices,
     single_sample,
-    stepping,
     tensor_of_the_loss,
     tied,
     views_of_a_bucket,
@@ -33,9 +32,6 @@ FAILURES = {
     ),
     "a half of which a sample does not fit": Failure(
         SINGLE.format("this process", "sample 3"), half_of_it, MegabatchError
-    ),
-    "out of memory while an optimizer steps in backward": Failure(
-        AGAIN.format(" … an optimizer steps"), stepping, MegabatchError
     ),
     "out of memory of which a part is not made": Failure(
         SINGLE.format("this process", "sample 2"), no_part, MegabatchError

@@ -80,12 +80,6 @@ def of_llama4() -> Any:
     return model_of("llama4_text", **sizes, head_dim=8, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 
-def stepping() -> None:
-    gradient = accumulator(model := small())
-    gradient.step_in_backward(torch.optim.AdamW(model.parameters()))
-    gradient.forward_backward([SAMPLE], losses.next_token)
-
-
 class WithoutPositions(nn.Module):
     """Knows its tokens alone."""
 
@@ -147,7 +141,6 @@ FAILURES = {
     "a loss that calls a part of the model, in one row": Failure(
         "part of it", lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_parts)), LossContractError
     ),
-    "an optimizer that steps in backward, in one row": Failure("OneRow", stepping),
     "a model that goes by places, in one row": Failure(
         "OneRow … attention_chunk_size … position_ids", lambda: accumulator(of_llama4())
     ),

@@ -24,10 +24,6 @@ def of_an_accumulator(call: Callable[[GradientAccumulator], object]) -> Callable
     return lambda: call(made(micro_batch_size=2))
 
 
-def step_in_backward(gradient: GradientAccumulator) -> None:
-    gradient.step_in_backward(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1))
-
-
 def step_fused(gradient: GradientAccumulator) -> None:
     Learner(gradient.model, torch.optim.AdamW(gradient.model.parameters(), fused=True), gradient)
 
@@ -102,7 +98,6 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "same_bits with another plan": ("plan=", of_an_accumulator(give_a_plan)),
     "same_bits of a JointLoss": ("JointLoss", of_an_accumulator(couple)),
     "same_bits in a loop of one's own": ("microbatch()", of_an_accumulator(enter_microbatch)),
-    "same_bits and steps in backward": ("step_in_backward()", of_an_accumulator(step_in_backward)),
     "same_bits and a lower limit": (
         "the limit was lowered to 1 samples", of_an_accumulator(lambda each: each.lower_limit(MicrobatchLimit(1, 9))),
     ),

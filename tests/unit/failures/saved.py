@@ -25,13 +25,6 @@ def saved_inside_the_loop() -> None:
         gradient.state_dict()
 
 
-def saved_after_its_step() -> None:
-    gradient = accumulator()
-    gradient.step_in_backward(torch.optim.SGD(gradient.model.parameters(), lr=0.1))
-    gradient.forward_backward(SAMPLES, weighed_squares)
-    gradient.state_dict()
-
-
 def of_other_ranks() -> None:
     accumulator().load_state_dict(opened().state_dict() | {"ranks": 2})
 
@@ -50,7 +43,6 @@ def experts_counted_before() -> None:
 
 FAILURES = {
     "saved inside a call": Failure("state_dict()", saved_inside_the_loop, MegabatchError),
-    "saved after the optimizer's step": Failure("the optimizer, in backward", saved_after_its_step),
     "gone on with on other ranks": Failure("of 2 ranks … are 1", of_other_ranks),
     "gone on with by another model": Failure("(1, 1) … (2, 1)", of_another_model),
     "gone on with where experts were counted": Failure("ExpertBias", experts_counted_before),

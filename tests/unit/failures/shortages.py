@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megabatch import experts, loss
 from megabatch.batching.samples import pad_right
 from tests.exact.spikes import Spikes
-from tests.unit.failures.table import SAMPLES, accumulator, linear, squares, weighed_squares
+from tests.unit.failures.table import SAMPLES, accumulator, linear, squares
 
 
 class Two(nn.Module):
@@ -137,12 +137,6 @@ def several_devices() -> None:
     model = Two({1: ("backward", 0)})
     model.elsewhere = nn.Linear(1, 1, device="meta")  # after the others: the model reads on the CPU
     accumulator(model).forward_backward(SAMPLES, squares)
-
-
-def stepping() -> None:
-    gradient = accumulator(Two({1: ("forward", 0)}))
-    gradient.step_in_backward(torch.optim.SGD(gradient.model.parameters(), lr=0.1))
-    gradient.forward_backward(SAMPLES, weighed_squares)
 
 
 def weighed_together() -> None:

@@ -171,13 +171,6 @@ def after_a_call() -> None:
         pass
 
 
-def stepping() -> None:
-    gradient = accumulator()
-    gradient.step_in_backward(torch.optim.SGD(gradient.model.parameters()))
-    with gradient.microbatch(0, of=1, sum_over=1):
-        pass
-
-
 def interrupted() -> None:
     """An error in the second body loses the first microbatch too."""
     gradient = accumulator()
@@ -331,7 +324,6 @@ FAILURES = {
         MegabatchError,
     ),
     "an error inside of a loop of one's own": Failure("no update is open", interrupted, MegabatchError),
-    "an optimizer that steps in backward, and a loop of one's own": Failure("backward", stepping),
 }
 
 
