@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -37,7 +38,9 @@ def command() -> str:
 
 
 def commit() -> str:
-    """Of the library that is measured; with "+" where files differ from it."""
+    """Of the library that is measured; with "+" where files differ from it. Empty without git or a checkout of it."""
+    if shutil.which("git") is None:
+        return ""
     asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results"])
     name, changed = (
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip() for words in asked

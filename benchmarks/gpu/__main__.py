@@ -118,10 +118,13 @@ class Runner:
         words = ["--section", section.name, "--device", self.device, "--out", str(self.out)]
         words += ["--seconds", f"{limit:.1f}", "--folder", str(folder), *["--small"] * self.small]
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": _python_path()}
-        threads = {"OMP_NUM_THREADS": "1"} if self.device == "cpu" or section.name == "predict" else {}
+        if self.device == "cpu" or not section.measures:
+            quiet["OMP_NUM_THREADS"] = "1"  # several run at once
+        if self.device == "cuda":
+            quiet["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         with (folder / "log.txt").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.gpu", *words], cwd=result.ROOT, env=os.environ | quiet | threads,
+                [sys.executable, "-m", "benchmarks.gpu", *words], cwd=result.ROOT, env=os.environ | quiet,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         return Running(section, process, start, start + limit)

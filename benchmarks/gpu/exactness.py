@@ -1,8 +1,8 @@
 """Exactness on the device: the project's GPU tests, the cells of one rank, and float64 and bfloat16 by wrapper."""
 
+import os
 import subprocess
 import sys
-import time
 import warnings
 from typing import Any
 
@@ -18,14 +18,22 @@ CUTS: tuple[dict[str, int], ...] = ({"micro_batch_size": 1}, {"max_microbatch_to
 WRAPPERS = ("plain", "ddp", "fsdp2")
 SYNCS = {"plain": ("last",), "ddp": ("last", "every"), "fsdp2": ("last", "every", "gather_once")}
 FLOAT64_LIMIT = 1e-12
+TEST_MODULES = ("pytest", "hypothesis")
+MARGIN_SECONDS = 10.0  # before the section's end, in which it writes its rows
 BFLOAT16_LIMIT = 2.0  # times the error of plain torch's uncut gradient
 
 
 def run_gpu_tests(job: Job) -> None:
-    """tests/gpu, as a developer runs it."""
+    """tests/gpu, as a developer runs it, without the plugins that happen to be installed."""
+    if not job.has(*TEST_MODULES):
+        return
     with job.row("tests/gpu") as row:
-        command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        done = subprocess.run(command, cwd=result.ROOT, capture_output=True, text=True, timeout=job.seconds - 2)
+        command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider"]
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        timeout = job.seconds_left - MARGIN_SECONDS
+        done = subprocess.run(
+            command, cwd=result.ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+        )
         print(done.stdout, done.stderr)
         lines = done.stdout.strip().splitlines()
         failed = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -34,6 +42,8 @@ def run_gpu_tests(job: Job) -> None:
 
 def run_cells(job: Job) -> None:
     """The cells of tests/exact of one rank, their models on the device."""
+    if not job.has(*TEST_MODULES):
+        return
     from tests.exact.cells import sampled
     from tests.exact.harness import CellRun, run
     from tests.exact.test_exact import check
@@ -41,10 +51,9 @@ def run_cells(job: Job) -> None:
     models.join_one_rank(job.device)
     cells = [cell for cell in sampled() if cell.world == 1 and cell.wrapper in WRAPPERS and cell.evidence != "refused"]
     cells = cells[:: job.pick(1, 24)]
-    stop = time.perf_counter() + job.seconds - 10
     counts: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        if time.perf_counter() > stop:
+        if job.seconds_left < MARGIN_SECONDS:
             break
         kind = counts.setdefault(f"{cell.wrapper} {cell.evidence}", {"cells": 0, "worst": 0.0, "failed": []})
         kind["cells"] += 1

@@ -2,12 +2,13 @@
 
 import contextlib
 import gc
+import importlib.util
 import json
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,23 @@ class Job:
     device: torch.device
     small: bool
     seconds: float  # the section's limit
+    start: float = field(default_factory=time.perf_counter)
 
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the section is ended."""
+        return self.start + self.seconds - time.perf_counter()
+
+    def has(self, *modules: str) -> bool:
+        """Return False, and write a row that says so, where a module is not installed."""
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        if missing:
+            self.write("not run", ok=True, left_out=f"needs {', '.join(missing)}")
+        return not missing
 
     def pick(self, full: Any, small: Any) -> Any:
         """Return the first on a GPU, the second in a small run."""

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.gpu import models
 from benchmarks.gpu.job import GIB, Job, median_ms
+from benchmarks.gpu.recovery import profile_updates
 from megabatch import GradientAccumulator, losses
 from megabatch.batching import OneRow
 
@@ -16,6 +17,7 @@ ATTENTION = {
     "sdpa": (torch.float32, 1e-4),
     "flex_attention": (torch.float32, 1e-3),
     "flash_attention_2": (torch.bfloat16, 5e-2),
+    "varlen": (torch.bfloat16, 5e-2),
 }
 
 
@@ -86,6 +88,7 @@ def _tokens_per_second(job: Job, shape: str, data: str, limit: int) -> float:
 
 def run_one_row(job: Job) -> None:
     """`OneRow` beside samples that are padded: the gradient, the padding and the time, by attention backend."""
+    models.register_varlen_attention()
     for attention, (dtype, limit) in ATTENTION.items():
         if attention != "sdpa" and not job.is_cuda:
             job.write(attention, ok=True, left_out="needs a GPU")
@@ -99,18 +102,22 @@ def run_one_row(job: Job) -> None:
             except ImportError as error:
                 row["left_out"] = str(error)[:120]
                 continue
-            gradient = GradientAccumulator(model, max_microbatch_tokens=640, collate=OneRow())
+            collate = OneRow(flash_attn_kwargs=attention == "varlen")
+            gradient = GradientAccumulator(model, max_microbatch_tokens=640, collate=collate)
             gradient.forward_backward(samples, losses.next_token)
             gradient.finalize()
             row |= models.errors(models.gradients(model), expected)
             row["ok"] = row["whole"] <= limit
-    with job.row("seconds, sdpa") as row:
-        updates = _updates(job, "0.1B", "long tail")
-        for name, collate in (("padded", None), ("one row", OneRow())):
-            model = models.llama("0.1B", torch.bfloat16, job.device, small=job.small)
+    updates = _updates(job, "0.1B", "long tail")
+    ways: dict[str, tuple[str, Any]] = {"padded": ("sdpa", None), "one row": ("sdpa", OneRow())}
+    if job.is_cuda:
+        ways["one row, varlen"] = "varlen", OneRow(flash_attn_kwargs=True)
+    for name, (attention, collate) in ways.items():
+        with job.row(f"seconds, {name}") as row:
+            model = models.llama("0.1B", torch.bfloat16, job.device, small=job.small, attention=attention)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=job.is_cuda)
             gradient = GradientAccumulator(model, max_microbatch_tokens=job.pick(8192, 512), collate=collate)
-            row[f"{name} ms"] = median_ms([_update(job, gradient, optimizer, update) for update in updates][1:])
+            row["ms"] = median_ms([_update(job, gradient, optimizer, update) for update in updates][1:])
 
 
 def run_prepare(job: Job) -> None:
@@ -121,14 +128,24 @@ def run_prepare(job: Job) -> None:
             model = models.llama("0.1B", torch.bfloat16, job.device, small=job.small)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=job.is_cuda)
             gradient = GradientAccumulator(model, max_microbatch_tokens=job.pick(8192, 128))
-            seconds: list[float] = []
-            for update, following in zip(updates, [*updates[1:], None], strict=True):
-                start = job.now()
+            following = iter([*updates[1:], *updates])
+
+            def run(
+                update: list[models.Sample], gradient: Any = gradient, optimizer: Any = optimizer,
+                following: Any = following if prepares else None,
+            ) -> None:  # fmt: skip
                 gradient.forward_backward(update, losses.next_token)
-                if prepares and following is not None:
-                    gradient.prepare(following, losses.next_token)
+                if following is not None:
+                    gradient.prepare(next(following), losses.next_token)
                 if gradient.finalize(max_norm=1.0).finite:
                     optimizer.step()
+
+            seconds: list[float] = []
+            for update in updates:
+                start = job.now()
+                run(update)
                 seconds.append(job.now() - start)
-            row["prepared_ms" if prepares else "unprepared_ms"] = median_ms(seconds[1:])
+            name = "prepared" if prepares else "unprepared"
+            row[f"{name}_ms"] = median_ms(seconds[1:])
+            row[name] = profile_updates(job, run, updates[:3])
         row["ratio"] = row["prepared_ms"] / row["unprepared_ms"]

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
 
 from benchmarks import llama as llamas
 from benchmarks.llama import Shape
 
 IGNORED = -100
 MAX_TOKENS = 4096
-SMALL = Shape(384, 32, 96, 2, 4, 2)
+SMALL = Shape(384, 64, 192, 2, 4, 2)  # flex attention needs heads of 16 at least
 SHAPES = {
     "0.1B": Shape(32_000, 768, 2048, 12, 12, 12),
     "0.6B": Shape(32_000, 1536, 4096, 18, 16, 8),
@@ -48,6 +48,37 @@ def llama(
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def register_varlen_attention() -> None:
+    """Give transformers torch's attention over sequences that lie in one row, under the name "varlen"."""
+    AttentionInterface.register("varlen", _varlen_attention)
+    AttentionMaskInterface.register("varlen", lambda *_, **__: None)
+
+
+def _varlen_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each sequence of the rows: query [B, H, S, D], key and value with fewer heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "cu_seq_lens_q" in more:
+        ends, longest = more["cu_seq_lens_q"], more["max_length_q"]
+    else:
+        positions = more["position_ids"].expand(len(query), -1).flatten()  # [B * S]
+        ends = F.pad((positions == 0).nonzero().flatten(), (0, 1), value=len(positions)).to(torch.int32)
+        longest = int(ends.diff().max())
+    groups = query.shape[1] // key.shape[1]
+    key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    rows = [heads.transpose(1, 2).flatten(0, 1).contiguous() for heads in (query, key, value)]  # [B * S, H, D]
+    output = varlen_attn(*rows, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))
+    return output.unflatten(0, (len(query), -1)), None
 
 
 def gpt2(dtype: torch.dtype, device: torch.device) -> Any:

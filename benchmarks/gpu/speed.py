@@ -1,10 +1,11 @@
 """Tokens a second of megabatch and its peers on the same updates, each at its best micro batch size, in turns."""
 
+import contextlib
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +17,11 @@ from benchmarks.gpu import models
 from benchmarks.gpu.job import Job, median_ms
 from benchmarks.llama import flops_per_token
 from megabatch import GradientAccumulator, losses
-from megabatch.integrations.transformers import MegabatchTrainer
 
 DTYPE = torch.bfloat16
 LEARNING_RATE = 1e-5
 MAX_NORM = 1.0
+MARGIN_SECONDS = 20.0  # with less left, measurements are not repeated
 Updates = list[list[models.Sample]]
 Run = Callable[[Updates], list[float]]  # returns the seconds of each update
 
@@ -48,6 +49,8 @@ def run_loops(job: Job) -> None:
 
 def run_trainers(job: Job) -> None:
     """transformers' Trainer, its batch_rebalance, and MegabatchTrainer, on 0.1B and the lengths of GSM8K."""
+    if not job.has("accelerate", "datasets", "pandas"):
+        return
     rows = job.pick((8, 16, 32, 64), (2, 8))
     contestants = {
         "Trainer": Contestant(partial(_trainer, strategy="sequential"), rows),
@@ -79,6 +82,10 @@ def _compare(job: Job, shape: str, data: str, contestants: dict[str, Contestant]
             row |= {"best": chosen, "ms": {size: round(1000 * each, 2) for size, each in medians.items()}}
     with job.row(f"{shape} {data}") as row:
         row |= _in_turns(job, shape, data, updates, best)
+        for name, run in best.items():
+            with _counted_tokens(model) as computed:
+                run(updates)
+            row[name]["computed_over_real"] = round(sum(computed) / sum(map(models.num_tokens, updates)), 3)
     model.zero_grad(set_to_none=True)
     del model, best
     job.release()
@@ -94,6 +101,8 @@ def _in_turns(job: Job, shape: str, data: str, updates: Updates, runs: dict[str,
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     peaks: dict[str, float] = dict.fromkeys(runs, 0.0)
     for repeat in range(job.pick(3, 1)):
+        if repeat and job.seconds_left < MARGIN_SECONDS:
+            break
         for name in list(runs)[:: -1 if repeat % 2 else 1]:
             job.reset_peak()
             seconds[name].append(sum(runs[name](updates)[warmup:]))
@@ -110,6 +119,22 @@ def _in_turns(job: Job, shape: str, data: str, updates: Updates, runs: dict[str,
     for values in found.values():
         values["times_ours"] = round(found[ours]["tokens_per_second"] / values["tokens_per_second"], 3)
     return {"mean_tokens": mean_tokens, **found}
+
+
+@contextlib.contextmanager
+def _counted_tokens(model: Any) -> Generator[list[int]]:
+    """Count the tokens of each forward, with padding."""
+    computed: list[int] = []
+
+    def count(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named["input_ids"] if "input_ids" in named else arguments[0]
+        computed.append(ids.numel())
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield computed
+    finally:
+        handle.remove()
 
 
 def _loop(job: Job, model: Any, rows: int, *, sorts: bool) -> Run:
@@ -155,6 +180,8 @@ def _timed(job: Job, run_update: Callable[[list[models.Sample]], None], updates:
 def _trainer(job: Job, model: Any, size: int, *, strategy: str) -> Run:
     """Trainer over the updates in their order, with nothing written and nothing logged."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from megabatch.integrations.transformers import MegabatchTrainer
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -241,6 +268,6 @@ def run_needless_pass(job: Job) -> None:
         out = job.folder / "needless_pass.json"
         words = ["--quick"] if job.small else ["--repeats", "5"]
         command = [sys.executable, "-m", "benchmarks.needless_pass", *words, "--out", str(out)]
-        done = subprocess.run(command, cwd=result.ROOT, capture_output=True, text=True, timeout=job.seconds - 3)
+        done = subprocess.run(command, cwd=result.ROOT, capture_output=True, text=True, timeout=job.seconds_left - 3)
         print(done.stdout, done.stderr[-2000:])
         row |= {"ok": done.returncode == 0, "said": done.stdout.strip().splitlines()[-7:]}

@@ -98,9 +98,14 @@ def measure_budget(device: torch.device, cap_bytes: float | None, ranks: DataRan
 def free_on(device: torch.device) -> float:
     """Return the bytes that a device can still give; those of a CPU are for all processes of the host together.
 
-    The limit of the process's control group counts. Raises `PlanError` where the system does not tell.
+    The limit of the process's control group counts, and `torch.cuda.set_per_process_memory_fraction`. Raises
+    `PlanError` where the system does not tell.
     """
-    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()
+    if device.type != "cuda":
+        return free_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(float(free), limit - torch.cuda.memory_reserved(device))
 
 
 def device_text(device: torch.device) -> str:

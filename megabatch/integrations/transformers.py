@@ -38,8 +38,10 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_utils import seed_worker
 except ModuleNotFoundError as error:
+    # transformers wraps the error of its own import, and leaves out the name.
+    missing = error.name or getattr(error.__cause__, "name", None)
     raise MegabatchError(
-        f"megabatch.integrations.transformers needs {error.name}, which is not installed: pip install transformers "
+        f"megabatch.integrations.transformers needs {missing}, which is not installed: pip install transformers "
         "accelerate"
     ) from None
 

@@ -380,6 +380,8 @@ def test_names_and_values_do_not_steer_a_terminal(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    # `report --to CONTROL` writes a file of that name into the working directory.
+    monkeypatch.chdir(tmp_path)
     twin = tmp_path / f"twin{CONTROL}\nrun  ended \x9b2J"
     twin.mkdir()
     (twin / "config.toml").write_text('[optim]\nname = "Ada\\u001b]0;PWNED\\u0007W"\n"lr\\u001b" = 1\n')
