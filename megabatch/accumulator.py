@@ -506,6 +506,7 @@ class GradientAccumulator:
         with agreeing():
             agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
         assert prepared is not None  # else its failure was raised
+        prepared, agreement = planner.complete(prepared, agreement, hooks, wrapper)
         self.last_plan = with_dummies(prepared.plan, agreement.num_microbatches)
         # With trains=False the wrapper prepares no reduction, which would wait for a backward.
         steps = iterate_steps(prepared, agreement, hooks.weigh, wrapper, trains=False)
@@ -826,7 +827,7 @@ class GradientAccumulator:
                 yield call
             return
         assert prepared is not None  # else its failure was raised
-        prepared, agreement = planner.complete(prepared, agreement)
+        prepared, agreement = planner.complete(prepared, agreement, hooks, wrapper)
         planner.check_call(wrapper, prepared.plan, loss_fn)
         # A later call may leave this rank without samples: it then repeats one of these, with weight 0.
         if not self.ranks.is_alone and len(prepared.samples):

@@ -401,6 +401,11 @@ def is_compiled(module: Any) -> bool:
     return module._compiled_call_impl is not None
 
 
+def has_compiled(model: nn.Module) -> bool:
+    """True if the model or a module of it is compiled."""
+    return any(is_compiled(module) or original_of(module) is not module for module in model.modules())
+
+
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """``Module._forward_hooks``."""
     return module._forward_hooks  # pyright: ignore[reportPrivateUsage]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Batch, Samples
@@ -18,6 +18,7 @@ class ShapesPlanner(MicrobatchPlanner):
     """Splits samples into microbatches of ``shapes``: rows and tokens, the longest first."""
 
     shapes: tuple[Shape, ...] = ()
+    fills_up: ClassVar[bool] = False
 
     @classmethod
     def of(cls, planner: MicrobatchPlanner, shapes: Sequence[Shape]) -> "ShapesPlanner":

@@ -33,7 +33,7 @@ from megabatch.batching.samples import (
     without_labels,
 )
 from megabatch.errors import LossContractError, PlanError
-from megabatch.torch_private import is_compiled, is_fake, original_of
+from megabatch.torch_private import has_compiled, is_fake, original_of
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
@@ -426,7 +426,7 @@ def _models_inside(model: Any) -> list[nn.Module]:
     """
     if not isinstance(model, nn.Module) or _is_in_transformers(model):
         return []
-    if any(is_compiled(module) or original_of(module) is not module for module in model.modules()):
+    if has_compiled(model):
         return []
     found: list[nn.Module] = []
     pending: list[nn.Module] = [model]

@@ -57,6 +57,7 @@ class PreparedBatch:
     parts: dict[int, list[tuple[int, ...]]] = field(
         default_factory=dict[int, list[tuple[int, ...]]]
     )  # by index of a microbatch that ran out of memory: the samples of each part that ran instead
+    is_given: bool = False  # the user gave the plan
 
     def microbatches(self) -> Generator[Microbatch]:
         """Iterate over the microbatches of the plan, on the CPU."""
@@ -119,6 +120,7 @@ class MicrobatchPlanner:
     learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
     padding: Padding | None = None  # the default collate
     compared: ByLoss[bool] = field(default_factory=ByLoss[bool], compare=False)  # weigh that counted no padding
+    fills_up: ClassVar[bool] = True  # microbatches may be cut smaller than `plan` cut them
 
     @property
     def is_auto(self) -> bool:
@@ -175,10 +177,6 @@ class MicrobatchPlanner:
         """Return the planner of one call. Collective where the plan depends on the samples of other ranks."""
         return self
 
-    def complete(self, prepared: PreparedBatch, agreement: "CallAgreement") -> "tuple[PreparedBatch, CallAgreement]":
-        """Return the call as it runs, with the dummy microbatches that the plan needs on all ranks."""
-        return prepared, agreement
-
     def check_call(self, wrapper: Wrapper, plan: Plan, loss_fn: object) -> None:
         """Raise `PlanError` on all ranks for a call that this planner is not for. May be collective."""
 
@@ -232,7 +230,22 @@ class MicrobatchPlanner:
         samples.shared = plan.shared
         prepared = collate_planned(samples, plan, weigh)
         self._check_padding(samples, plan, hooks)
-        return prepared
+        return prepared if given is None else replace(prepared, is_given=True)
+
+    def complete(
+        self, prepared: PreparedBatch, agreement: "CallAgreement", hooks: LossHooks, wrapper: Wrapper
+    ) -> tuple[PreparedBatch, "CallAgreement"]:
+        """Return the call as it runs: where other ranks have more microbatches, this rank's are cut smaller.
+
+        That costs less than a dummy microbatch. Dummies stand in for samples that a rank lacks, and run where
+        microbatches are not to be cut again. No message is sent.
+        """
+        planned = prepared.plan.microbatches
+        if not planned or len(planned) >= agreement.num_microbatches:
+            return prepared, agreement
+        from megabatch.engine.fill_up import fill_up
+
+        return fill_up(self, prepared, agreement, hooks, wrapper)
 
     def _check_padding(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
         """Raise `LossContractError` for a weight that counts padding. Compare each ``weigh`` once."""

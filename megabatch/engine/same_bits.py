@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -112,6 +112,8 @@ def check_modules(models: Sequence[nn.Module]) -> None:
 @dataclass(frozen=True)
 class SameBitsPlanner(MicrobatchPlanner):
     """Splits a rank's samples as if it held the whole update, in ascending order of length."""
+
+    fills_up: ClassVar[bool] = False
 
     def plan(self, samples: Samples) -> Plan:
         lengths = samples.lengths

@@ -14,6 +14,7 @@ from megabatch.losses.contract import LossHooks, Prepare, Weigh
 from megabatch.pipeline.stages import SCHEDULES, Pipeline
 from megabatch.planning.partition import group_neighbors
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
+from megabatch.wrappers.base import Wrapper
 
 MOST_LENGTHS = 128  # at which a step may end; with more distinct lengths, some of them
 
@@ -58,7 +59,9 @@ class SchedulePlanner(MicrobatchPlanner):
             own = self._summarize([])
         return replace(self, of_all=tuple(self.ranks.exchange_objects(own)[: self.ranks.degree]))
 
-    def complete(self, prepared: PreparedBatch, agreement: CallAgreement) -> tuple[PreparedBatch, CallAgreement]:
+    def complete(
+        self, prepared: PreparedBatch, agreement: CallAgreement, hooks: LossHooks, wrapper: Wrapper
+    ) -> tuple[PreparedBatch, CallAgreement]:
         """Add the dummy microbatches that the schedule steps need, the same number on all ranks."""
         assert self.pipeline is not None
         if not agreement.num_microbatches:

@@ -27,7 +27,7 @@ from megabatch.errors import in_one_line, require_count
 from megabatch.torch_private import (
     call_before_clip,
     count_writes,
-    is_compiled,
+    has_compiled,
     is_dtensor,
     is_flat_parameter,
     is_fsdp1,
@@ -293,7 +293,7 @@ class _Recorder:
             if "step" in vars(kind) and id(kind) not in self._known:
                 self._known.add(id(kind))
                 self._replace(kind, "step", self._wrap_scheduler)
-        if any(original_of(each) is not each or is_compiled(each) for each in module.modules()):
+        if has_compiled(module):
             return  # a hook inside would break the compiled graph
         if "megabatch.accumulator" in sys.modules:
             self._watch_accumulators(sys.modules["megabatch.accumulator"].GradientAccumulator)

@@ -133,11 +133,10 @@ def run_measured(name: str) -> dict[str, Any]:
         runs.append([])
         for step in range(5):
             batch = update(step, dist.get_rank(), int(world))[: (14, 40)[step % 2] + dist.get_rank()]
-            expected = gradient.plan(batch) if cost else plans[step]
             gradient.forward_backward(batch, loss_fn, plan=None if cost else plans[step])
             gradient.finalize()
-            if cost:
-                plans.append(expected)
+            if cost:  # with microbatches that were cut smaller in place of dummies
+                plans.append(gradient.last_plan)
             runs[-1] += [_local(each.grad) for _, each in _parameters([model])]
     return {
         "predicted": [plan.seconds is not None for plan in plans if plan.lengths],

@@ -76,7 +76,7 @@ def learned(ranks: Ranks, name: str, folder: Path | None, num_updates: int = 4) 
         context.callbacks = Callbacks([Timeline(context)])
     found: list[Any] = []
     for step in range(1, num_updates + 1):
-        numbers = torch.arange(4 * (5 - 2 * ranks.rank), dtype=torch.float64).reshape(-1, 4).sin() * step  # 5 or 3
+        numbers = torch.arange(4 * (5 - 3 * ranks.rank), dtype=torch.float64).reshape(-1, 4).sin() * step  # 5 or 2
         make_update(context, [{"inputs": row, "labels": row[:3].cos()} for row in numbers])
         assert context.update is not None
         found += [context.update.loss, context.update.grad_norm]
@@ -108,7 +108,7 @@ def test_nothing_learned_depends_on_it(tmp_path: Path, size: int) -> None:
         assert (row["step"], row["num_ranks"], len(row["ranks"])) == (RECORDED, size, size)
         for rank, spans in enumerate(row["ranks"]):
             kinds = spans["kinds"]
-            num_stand_ins = 1 if rank else 0  # 3 samples and 5, two at a time
+            num_stand_ins = 1 if rank else 0  # 2 samples and 5, two at a time
             assert (kinds.count("forward"), kinds.count("backward")) == (3 - num_stand_ins,) * 2
             assert kinds.count("dummy microbatch") == 2 * num_stand_ins
             assert (kinds[0], kinds[-2:], len(spans["ms"])) == ("idle", ["reduce", "step"], len(kinds) + 1)
