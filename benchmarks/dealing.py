@@ -12,7 +12,7 @@ padding. The work of a microbatch is its padded tokens, each counted as 1 + long
 - rebalance: transformers' `BatchRebalanceSampler` at its best number of microbatches, of those that divide the samples
   of a rank and are at most megabatch's. It has no limit of tokens; its largest microbatch is counted beside it.
 - verl: samples dealt by its Karmarkar-Karp, from the package's source, then the same cut.
-- Where ranks need other numbers of microbatches, those with fewer repeat their last one as a dummy, as a run does.
+- Where ranks need other numbers of microbatches, those with fewer cut their own smaller, as a run of megabatch does.
 - bound: no dealing at as many microbatches as megabatch's has less work on its busiest rank. It relaxes the number of
   microbatches (Lagrange), so no dealing may reach it.
 """
@@ -32,6 +32,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from benchmarks import result
 from megabatch import CostModel
 from megabatch.planning.dealing import deal
+from megabatch.planning.finer_cut import split_into
 from megabatch.planning.partition import balance_lengths, split
 from megabatch.planning.plan import plan_share
 
@@ -40,7 +41,7 @@ WORK = CostModel()  # without a launch, which is counted apart
 RANKS, PER_RANK = (2, 8, 32, 128, 1024), (8, 32, 128)
 QUICK_RANKS, QUICK_PER_RANK = (2, 8), (8, 32)
 UPDATES = {2: 20, 8: 10, 32: 5, 128: 2, 1024: 1}  # by ranks
-MOST_REBALANCED = 32_768  # samples of an update; transformers' sampler takes minutes for more
+MOST_REBALANCED = 8_192  # samples of an update; transformers' sampler takes minutes for more
 FEES = np.geomspace(1, CAP, 40)  # tokens that a microbatch costs in the bound
 CLAIM = "the busiest rank works less where an update is grouped by length before it is dealt"
 Dealt = list[np.ndarray]  # lengths of each rank
@@ -56,12 +57,17 @@ DATA: dict[str, Draw] = {
 def cut_of(dealt: Dealt) -> tuple[float, int]:
     """Return the work of the busiest rank, and the microbatches of each.
 
-    Every rank runs as many microbatches as the one that needs the most: the others repeat their last one as a dummy.
+    Every rank runs as many microbatches as the one that needs the most. The others cut their own smaller, and repeat
+    their last one as a dummy if they have too few samples.
     """
     plans = [plan_share(lengths.tolist(), None, CAP, None) for lengths in dealt]
     most = max(plan.num_microbatches for plan in plans)
-    cuts = [[*plan.microbatches, *plan.microbatches[-1:] * (most - plan.num_microbatches)] for plan in plans]
-    return max(map(work_of, [plan.lengths for plan in plans], cuts)), most
+    busiest = 0.0
+    for plan in plans:
+        cut = split_into(plan.lengths, plan.microbatches, most, WORK.seconds)
+        cut += cut[-1:] * (most - len(cut))
+        busiest = max(busiest, work_of(plan.lengths, cut))
+    return busiest, most
 
 
 def work_of(lengths: Sequence[int], microbatches: Sequence[Sequence[int]]) -> float:

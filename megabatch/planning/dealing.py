@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megabatch.errors import require_count
+from megabatch.planning.finer_cut import split_into
 from megabatch.planning.partition import balance_lengths, split
 from megabatch.planning.plan import (
     LAUNCH_SHARE,
@@ -99,7 +100,8 @@ def plan(
         cost: Seconds and bytes of a microbatch. None uses relative costs, and predicts no time.
 
     Returns:
-        A plan for each rank. All have the same number of microbatches: shorter shares end with dummy microbatches.
+        A plan for each rank. All have the same number of microbatches: shorter shares are cut smaller, and end with
+        dummy microbatches if they have too few samples.
 
     Raises:
         PlanError: A length or a setting is not a positive count, both or neither limit are given, or a sample is
@@ -120,9 +122,12 @@ def plan(
         for share in shares
     ]
     num_microbatches = max(each.num_microbatches for each in plans)
-    if cost is not None:
-        plans = [priced(each, cost) for each in plans]
-    return [replace(each, microbatches=pad_with_dummies(each.microbatches, num_microbatches)) for each in plans]
+    price = (cost or CostModel()).seconds
+    for rank, share in enumerate(plans):
+        cut = split_into(share.lengths, share.microbatches, num_microbatches, price)
+        share = replace(share, microbatches=pad_with_dummies(cut, num_microbatches))
+        plans[rank] = share if cost is None else priced(share, cost)
+    return plans
 
 
 class _Dealer:
@@ -176,19 +181,24 @@ class _Dealer:
     def price(self, ranks: np.ndarray) -> float:
         """Return the seconds of the slowest rank, if each cuts its share by itself.
 
-        A rank with fewer microbatches than another repeats its last one as a dummy.
+        A rank with fewer microbatches than another cuts its own smaller. One with fewer samples repeats its last.
         """
-        prices: list[list[float]] = []
-        for rank in range(self._num_ranks):
-            lengths: list[int] = self._lengths[ranks == rank].tolist()
-            groups = split(lengths, self._cost.seconds, max_rows=self._max_rows, max_tokens=self._max_tokens)
-            prices.append([self._cost.seconds(len(group), lengths[group[0]]) for group in groups])
-        most = max(map(len, prices))
-        shortest = min(of_rank[-1] for of_rank in prices if of_rank)  # which a rank without samples is sent
-        dummies = [(most - len(of_rank)) * (of_rank[-1] if of_rank else shortest) for of_rank in prices]
-        return max(
-            (sum(of_rank) + dummy) / speed for of_rank, dummy, speed in zip(prices, dummies, self._speeds, strict=True)
-        )
+        shares: list[list[int]] = [self._lengths[ranks == rank].tolist() for rank in range(self._num_ranks)]
+        limits = {"max_rows": self._max_rows, "max_tokens": self._max_tokens}
+        cuts = [split(lengths, self._cost.seconds, **limits) for lengths in shares]
+        most = max(map(len, cuts))
+        slowest = 0.0
+        for lengths, cut, speed in zip(shares, cuts, self._speeds, strict=True):
+            groups = split_into(lengths, cut, most, self._cost.seconds)
+            prices = [self._cost.seconds(len(group), lengths[group[0]]) for group in groups]
+            dummies = (most - len(prices)) * (prices[-1] if prices else self._shortest)
+            slowest = max(slowest, (sum(prices) + dummies) / speed)
+        return slowest
+
+    @property
+    def _shortest(self) -> float:
+        """The price of the shortest sample alone, which a rank without samples is sent."""
+        return self._cost.seconds(1, int(self._lengths.min()))
 
     def _cut(self, budgets: Sequence[float], most: int | None = None) -> _Groups:
         """Cut the sorted samples into groups, each within the next of the budgets, which repeat, and the limits.

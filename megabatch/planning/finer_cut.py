@@ -21,7 +21,7 @@ def split_into(
     """
     waiting = [_best_cut(lengths, group, seconds) for group in groups]
     heapq.heapify(waiting)
-    while len(waiting) < number and (cut := waiting[0]).place:
+    while waiting and len(waiting) < number and (cut := waiting[0]).place:
         heapq.heapreplace(waiting, _best_cut(lengths, cut.group[: cut.place], seconds))
         heapq.heappush(waiting, _best_cut(lengths, cut.group[cut.place :], seconds))
     return sorted((cut.group for cut in waiting), key=lambda group: (-lengths[group[0]], group[0]))

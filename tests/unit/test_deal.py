@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megabatch import CostModel
 from megabatch.planning.dealing import FEW_SAMPLES, deal
+from megabatch.planning.finer_cut import split_into
 from megabatch.planning.partition import balance_lengths, split
 
 CAP = 8192
@@ -21,14 +22,34 @@ LENGTHS = {
 
 
 def seconds_of_ranks(lengths: np.ndarray, ranks: np.ndarray, num_ranks: int) -> list[float]:
-    """What each rank takes for its share, cut at the least price. One with fewer microbatches repeats its last."""
+    """What each rank takes for its share, cut at the least price, and again into as many as the rank with the most."""
     shares = [lengths[ranks == rank].tolist() for rank in range(num_ranks)]
     cuts = [split(share, PRICE.seconds, max_tokens=CAP) for share in shares]
-    prices = [
-        [PRICE.seconds(len(group), share[group[0]]) for group in cut] for share, cut in zip(shares, cuts, strict=True)
-    ]
-    most = max(map(len, prices))
-    return [sum(of_rank) + (most - len(of_rank)) * (of_rank[-1] if of_rank else 0.0) for of_rank in prices]
+    most = max(map(len, cuts))
+    seconds: list[float] = []
+    for share, cut in zip(shares, cuts, strict=True):
+        groups = split_into(share, cut, most, PRICE.seconds)
+        prices = [PRICE.seconds(len(group), share[group[0]]) for group in groups]
+        seconds.append(sum(prices) + (most - len(prices)) * (prices[-1] if prices else 0.0))
+    return seconds
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 50))
+def test_a_finer_cut_has_every_item_once_and_as_many_groups_as_there_are_items_for(
+    lengths: list[int], rows: int, number: int
+) -> None:
+    groups = split(lengths, PRICE.seconds, max_rows=rows)
+    finer = split_into(lengths, groups, number, PRICE.seconds)
+    assert sorted(item for group in finer for item in group) == list(range(len(lengths)))
+    assert len(finer) == max(len(groups), min(number, len(lengths)))
+    assert all(any(set(group) <= set(whole) for whole in groups) for group in finer)
+    longest = [lengths[group[0]] for group in finer]
+    assert longest == sorted(longest, reverse=True) == [max(lengths[item] for item in group) for group in finer]
+
+
+def test_a_finer_cut_saves_the_most_padding_and_halves_equal_items() -> None:
+    assert split_into([9, 9, 2, 2, 8], [(0, 1, 2, 3), (4,)], 3, PRICE.seconds) == [(0, 1), (4,), (2, 3)]
+    assert split_into([5, 5, 5, 5], [(0, 1, 2, 3)], 2, PRICE.seconds) == [(0, 1), (2, 3)]
 
 
 @settings(deadline=None, max_examples=60)
