@@ -17,7 +17,7 @@ from megabatch.batching.padding import Padding
 from megabatch.batching.sample_outputs import split_outputs
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Samples
 from megabatch.batching.shared_prefix import SharedPrefix
-from megabatch.engine import open_update_state, random_state
+from megabatch.engine import random_state
 from megabatch.engine.call import (
     CallAgreement,
     MicrobatchPlanner,
@@ -1070,31 +1070,32 @@ class GradientAccumulator:
         return update
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the open update on this rank, between two calls. Wait for the device.
+        """Return what the next update needs beside model and optimizer, between two updates.
 
-        The state is empty if no update is open. With ``shapes`` it also has the shapes, and with ``same_bits="proved"``
-        the unit of each parameter, which the next update needs. Both are the same on every rank; save the state with
-        each checkpoint. With ``cost="measure"`` it has this rank's cost, from which any rank may continue to measure.
+        With ``shapes`` it has the shapes, and with ``same_bits="proved"`` the unit of each parameter. Both are the same
+        on every rank; save the state with each checkpoint. With ``cost="measure"`` it has this rank's cost, from which
+        any rank may continue to measure. Otherwise it is empty.
 
         Raises:
-            PlanError: The wrapper cannot save an open update.
+            MegabatchError: An update is open, whose gradient a checkpoint does not have.
         """
-        if self._running or self._loop is not None:
+        if self._open is not None or self._running:
             raise MegabatchError(
-                "state_dict() was called inside a call, or between two microbatch() of an update; call it after the "
-                "call, or after finalize()"
+                "state_dict() was called while an update is open; a checkpoint is between two updates: call it after "
+                "finalize()"
             )
         if self._proof is not None:
-            if self._open is not None:
-                raise PlanError('same_bits="proved" and state_dict() of an open update; finalize() it before')
             return {"units": [*self._proof.units]}
-        state = open_update_state.save_open_update(self._open, self._wrapper)
+        state: dict[str, Any] = {}
         if self._meter is not None and self.cost is not None:
             state["cost"] = asdict(self.cost)
         return state if self._shapes is None else state | {"shapes": self._shapes.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a saved update in place of the open one. Raises `PlanError` if its ranks or parameters differ."""
+        """Continue after the update of a saved state, and drop the open one.
+
+        Raises `PlanError` for a state of other settings.
+        """
         self._drop()
         if self._proof is not None:
             self._proof.load_units(state.get("units", []))
@@ -1106,11 +1107,13 @@ class GradientAccumulator:
             self._planner = replace(self._planner, cost=self._meter.cost)
         if self._shapes is not None:
             self._planner = self._shapes.load(self._planner, state.pop("shapes", []))
-        self._open = open_update_state.restore_open_update(
-            state, self._wrapper, self._wide, self._new_update(self._wrapper)
-        )
-        if self._open is not None:
-            self._ownership.leave()
+        if "shapes" in state or "units" in state:
+            raise PlanError(f"the state has {', '.join(state)}; give the shapes= or same_bits= with which it was saved")
+        if state:
+            raise PlanError(
+                f"the state has {', '.join(state)}, of an update that was saved open, which can no longer be loaded; "
+                "give the update's samples again"
+            )
 
     def discard(self) -> None:
         """Drop the open update and its gradient, even in the middle of a call. Do nothing if no update is open."""

@@ -296,11 +296,6 @@ class ExpertBias:
         if counts is None or not torch.is_grad_enabled():  # the latter in forward() and evaluate()
             return
         if update is not self._update:
-            if update is not None and update.is_continued:
-                raise PlanError(
-                    "the update goes on from a saved state, in which the tokens that ExpertBias had counted are not; "
-                    "finalize() before saving"
-                )
             self._restart(update)  # what an update left that was never stepped is dropped
         if not counts:
             return

@@ -110,7 +110,7 @@ IN_A_GROUP = (
     | pipeline.FAILURES
     | {
         name: failure
-        for part in (context, experts, precision, auto, memory, saved)
+        for part in (context, experts, precision, auto, memory)
         for name, failure in part.IN_A_GROUP.items()
     }
 )

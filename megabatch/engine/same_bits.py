@@ -192,15 +192,6 @@ class SameBitsUpdate(OpenUpdate):
         self._parts: dict[str, Tensor] = {}  # by term: of the total and of the weight, [2, len(GRIDS)]
         self._random = random_state.note(self._device)
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"parts": {name: each.tolist() for name, each in self._parts.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._parts = {
-            name: torch.tensor(each, dtype=self._dtype, device=self._device) for name, each in state["parts"].items()
-        }
-
     def count_call(self, call: CallAgreement) -> None:
         super().count_call(call)
         self._random = random_state.note(self._device)

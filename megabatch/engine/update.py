@@ -4,7 +4,6 @@ While an update is open, each microbatch's total is divided by the weight that t
 closes, one factor corrects this divisor to the weight of the whole update. For a single weighed call the factor is 1.
 """
 
-import copy
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +37,6 @@ MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank 
 TAKEN = 2.0  # other code changed the gradient between two calls
 MISCOUNTED = 3.0  # update_weight= of microbatch() is not the sum of its weights
 MULTIPLIED = 4.0  # a loss was multiplied after scale()
-# Attributes in the state_dict of an open update:
-SAVED = (
-    "num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted", "_divisors", "_announced",
-    "_all_announced",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,25 +170,21 @@ class OpenUpdate:
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
         self._all_have_gradients = False
         self.total_factor = 1.0  # by which the last total was multiplied before its backward
-        self.is_continued = False  # restored from a state, without the counts that live outside of it
 
     @property
     def has_calls(self) -> bool:
         """True once a call has begun to add to the update."""
-        return self.is_continued or self._num_calls > 0
+        return self._num_calls > 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state between two calls, as numbers and strings. Wait for the device."""
-        sums = {name: [float(term.total), float(term.weight)] for name, term in self._sums.items()}
-        found = {"sums": sums, "differ": bool(self._differ), "differentiable": sorted(self._differentiable)}
-        return found | {name: copy.deepcopy(vars(self)[name]) for name in SAVED} | {"told": self.told.copy()}
+    @property
+    def sums(self) -> dict[str, Term]:
+        """This rank's sums so far, by name of the term."""
+        return self._sums.copy()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that the same rank has saved."""
-        self._sums = {name: Term(self._scalar(total), weight) for name, (total, weight) in state["sums"].items()}
-        self._differ, self._differentiable = state["differ"], set(state["differentiable"])
-        self.told = dict(state.get("told", {}))
-        vars(self).update({name: copy.deepcopy(state[name]) for name in SAVED}, is_continued=True)
+    @property
+    def differentiable(self) -> list[str]:
+        """Names of the terms that have carried a gradient, sorted."""
+        return sorted(self._differentiable)
 
     def count_call(self, call: CallAgreement) -> None:
         """Add the plan of the next call to the counts and the announced weights."""

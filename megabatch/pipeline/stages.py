@@ -387,10 +387,6 @@ class PipelineWrapper(MultiModelWrapper):
             )
         return "last", "the schedule of a pipeline runs the microbatches together, and reduces once after the last"
 
-    @property
-    def may_pause(self) -> bool:
-        return False  # a schedule created inside an update drops FSDP2's sums
-
     def hold_reduction(self, policy: str) -> None:
         """Do nothing: the schedule of each call reduces at its end."""
 

@@ -27,10 +27,6 @@ EVENTS = ("start", "before_update", "around_backward", "after_update", "after_ev
 ForwardBackward = Callable[[Sequence[Any]], Any]  # adds samples to the open update
 
 
-class UpdatePausedError(BaseException):
-    """All ranks stop inside an update, which a later start of the run completes."""
-
-
 @dataclass
 class BestEvaluation:
     """The lowest loss so far on the set that the run follows (``eval.watch``)."""

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megabatch.train.callbacks.order import load_callbacks, make_callbacks
 from megabatch.train.checkpoints.retention import resumed_from
 from megabatch.train.checkpoints.run_folder import check_run_folder, open_run_folder
 from megabatch.train.config import Config
-from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
+from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext, read_values
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.architecture import load_tokenizer, positions_for_stream, vocabulary_for_own
@@ -42,7 +41,7 @@ def train(context: RunContext) -> None:
             callback.start(context)
         meanwhile = partial(prepare_next, context) if context.updates.may_read_ahead else None
         bar = context.console.bar(learner.step, num_updates.of_run, num_updates.work)
-        with bar, suppress(UpdatePausedError):  # a signal came inside an update, which a callback has saved
+        with bar:
             for batch in remaining_updates(context):
                 make_update(context, batch, meanwhile)
         for callback in context.callbacks.end:

@@ -74,7 +74,6 @@ class Wrapper:
     writes_buffers = False  # the wrapper itself writes buffers in a forward
     replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
     shows_gathered = False  # the modules show other parameters for now, gathered from the shards
-    may_pause = True  # between two calls, the whole gradient of an open update is in ``p.grad``
     is_held = False  # the reduction of the open update waits for `finish_update`, see `hold_reduction`
     accumulating = property(attrgetter("parameters"), doc="The parameters whose ``grad`` autograd adds to.")
     uncounted: Sequence[nn.Parameter] = ()  # parameters whose gradient other ranks count in the norm
@@ -190,11 +189,6 @@ class Wrapper:
         Call this before each call. A wrapper or a policy that cannot hold a reduction back does nothing: it then
         reduces as often as without, to the same gradient.
         """
-
-    @property
-    def reduces_at_end(self) -> bool:
-        """True if ``p.grad`` holds this rank's own sum until `finish_update`."""
-        return True
 
     def reshard(self) -> None:
         """Free parameters that a forward without a backward has left gathered."""

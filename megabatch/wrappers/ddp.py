@@ -201,10 +201,6 @@ class DDPWrapper(Wrapper):
         self._sums = False
         self.release_reduction()
 
-    @property
-    def reduces_at_end(self) -> bool:
-        return self._is_local or self.is_held
-
     def release_reduction(self) -> None:
         """Take `hold_reduction` back."""
         self.is_held = False

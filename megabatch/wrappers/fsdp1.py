@@ -36,7 +36,6 @@ class FSDP1Wrapper(Wrapper):
     kind_name = "FSDP1"
     forwards_meet = True
     replaces_gradients = True
-    may_pause = False
 
     def __init__(self, model: nn.Module, fsdp: FullyShardedDataParallel, ranks: DataRanks) -> None:
         super().__init__(model, ranks)
@@ -87,10 +86,6 @@ class FSDP1Wrapper(Wrapper):
     def finish_update(self) -> None:
         """Begin another hash of collectives. FSDP1 has reduced in the backward."""
         self.collective_order.reset()
-
-    @property
-    def reduces_at_end(self) -> bool:
-        return False
 
     def reshard(self) -> None:
         for state in self._states:

@@ -163,10 +163,6 @@ class FSDP2Wrapper(Wrapper):
         """Return the groups of parameters that stay gathered during a call: the root's and those after it."""
         return self._groups[: num_gathered_once(policy)]
 
-    @property
-    def may_pause(self) -> bool:
-        return not self.is_held  # else gradients are with the unsharded parameters, or partly reduced
-
     def hold_reduction(self, policy: str) -> None:
         """Keep unsharded gradients, or the sums over a shard's ranks, until `finish_update`."""
         self.is_held = policy in ("last", "replica_last") or (num_gathered_once(policy) > 0 and self._has_replicas)
@@ -188,10 +184,6 @@ class FSDP2Wrapper(Wrapper):
                     reduce_fsdp_gradients(self._modules)
                 if holds_fsdp_gradients(self._groups):
                     raise stranding(MegabatchError(UNREDUCED))
-
-    @property
-    def reduces_at_end(self) -> bool:
-        return self.is_held
 
     def discard(self) -> None:
         self.is_held = False

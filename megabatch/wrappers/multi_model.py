@@ -63,14 +63,6 @@ class MultiModelWrapper(Wrapper):
         return [parameter for wrapper in self.wrappers for parameter in wrapper.accumulating]
 
     @property
-    def may_pause(self) -> bool:
-        return all(wrapper.may_pause for wrapper in self.wrappers)
-
-    @property
-    def reduces_at_end(self) -> bool:
-        return self.wrappers[0].reduces_at_end
-
-    @property
     def is_microbatch_local(self) -> bool:
         return all(wrapper.is_microbatch_local for wrapper in self.wrappers)
 

@@ -49,6 +49,29 @@ def test_all_ranks_stop_after_the_same_update(
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
 
 
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGKILL), (2, signal.SIGTERM)])
+def test_an_update_of_many_microbatches_is_made_whole_or_begins_again(
+    bench: Bench, own: Path, tmp_path: Path, ranks: int, number: signal.Signals
+) -> None:
+    """The signal comes in the first microbatch of the second update."""
+    values = {
+        "loss__function": f"{own}:within", "run__after_update": f"{own}:after_update", "run__save_every": 1,
+        "update__global_batch_size": 50, "update__max_microbatch_tokens": 160, "run__max_epochs": 3,
+        "eval__num_samples": 0, "parallel__wrapper": None if ranks == 1 else "fsdp2", "update__sync": "last",
+    }  # fmt: skip
+    whole = tmp_path / "whole"
+    bench.train(ranks=ranks, run__folder=whole, **values)
+    disturb(bench, place="within", step=2, ranks=[ranks - 1], signals=[number])
+    ends = bench.finish(ranks=ranks, **values)
+    saved = 2 if number == signal.SIGTERM else 1
+    assert {end.status for end in ends} == {0 if number == signal.SIGTERM else -signal.SIGKILL}
+    assert (bench.folder / "checkpoints" / "latest").read_text() == f"step-{saved}"
+    (bench.path / "disturb.json").unlink()
+    bench.train(ranks=ranks, recipe=bench.folder)
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+    assert all(row["num_microbatches"] > 5 for row in bench.rows())
+
+
 def test_a_stopped_run_ends_with_the_status_that_is_asked_for(bench: Bench, own: Path) -> None:
     """As an operator's pods do, which start again what has failed, and only that."""
     values = {"parallel__wrapper": "ddp", "run__after_update": f"{own}:after_update", "run__stopped_status": 143}

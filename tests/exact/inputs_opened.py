@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import MegabatchError, PlanError
+from megabatch import MegabatchError
 from tests.exact.inputs import Sample, User, mean_square, refused, regressor, right, squares
 from tests.exact.inputs_windows import FIRST, SECOND, WRAPS, Wrap, num_rows, sharded, two_calls
 
@@ -30,28 +30,6 @@ def a_backward_between_open_and_the_first_call(user: User, variant: Wrap) -> Non
     accumulator.finalize()
     mean_square(reference, FIRST, SECOND)
     user.expect(accumulator.model, reference)
-
-
-@right(2, 3, every=("every", DistributedDataParallel), hook=("last", with_hook))
-def a_state_that_has_reduced_where_another_holds_back(user: User, variant: tuple[str, Wrap]) -> None:
-    reference = regressor()
-    sync, wrap = variant
-    before = user.accumulator(wrap(copy.deepcopy(reference)), sync=sync)
-    before.open(weights=num_rows(user))
-    before.forward_backward(user.rows(FIRST), squares)
-    after = user.accumulator(DistributedDataParallel(copy.deepcopy(reference)), sync="last")
-    after.load_state_dict(before.state_dict())
-    after.forward_backward(user.rows(SECOND), squares)
-    after.finalize()
-    mean_square(reference, FIRST, SECOND)
-    user.expect(after.model, reference)
-
-
-@refused(PlanError, "saved by another wrapper or policy", 2)
-def a_state_of_a_plain_model_in_ddp(user: User) -> None:
-    before = user.accumulator(regressor())
-    before.forward_backward(user.rows(FIRST), squares)
-    user.accumulator(DistributedDataParallel(regressor())).load_state_dict(before.state_dict())
 
 
 @right(2, 3)

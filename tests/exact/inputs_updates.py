@@ -123,20 +123,6 @@ def pickled_accumulator(user: User) -> None:
 
 
 @right(1, 2, 3)
-def state_kept_while_the_update_goes_on(user: User) -> None:
-    """A try that is taken back."""
-    model, batch = regressor(), numbers()
-    reference, accumulator = copy.deepcopy(model), user.accumulator(model)
-    accumulator.forward_backward(user.rows(batch), losses.mse)
-    state = accumulator.state_dict()
-    accumulator.forward_backward(user.rows(numbers(3)), losses.mse)
-    accumulator.load_state_dict(state)
-    accumulator.finalize()
-    mean_square(reference, batch)
-    user.expect(model, reference)
-
-
-@right(1, 2, 3)
 def zero_grad_between_updates(user: User) -> None:
     """No false refusal: two updates, two accumulators, zero_grad and a step between them."""
     model, batch = regressor(), numbers()
@@ -332,7 +318,7 @@ def evaluated(accumulator: Any, model: nn.Module, optimizer: Any, user: User) ->
 
 def logged(accumulator: Any, model: nn.Module, optimizer: Any, user: User) -> None:
     torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None])
-    copy.deepcopy(model), model.state_dict(), optimizer.state_dict(), accumulator.state_dict()
+    copy.deepcopy(model), model.state_dict(), optimizer.state_dict()
 
 
 def other_model_trained(accumulator: Any, model: nn.Module, optimizer: Any, user: User) -> None:

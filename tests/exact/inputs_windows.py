@@ -158,25 +158,6 @@ def parameters_that_some_ranks_do_not_use(user: User, variant: Wrap) -> None:
     user.expect(accumulator.model, reference)
 
 
-@right(2, 3, ddp=DistributedDataParallel, plain=lambda model: model)
-def saved_between_its_calls(user: User, variant: Wrap) -> None:
-    reference = regressor()
-    accumulator = user.accumulator(variant(copy.deepcopy(reference)))
-    accumulator.open(weights=num_rows(user))
-    accumulator.forward_backward(user.rows(FIRST), squares)
-    state = accumulator.state_dict()
-    accumulator.forward_backward(user.rows(FIRST), squares)
-    accumulator.load_state_dict(state)
-    other = user.accumulator(variant(copy.deepcopy(reference)))
-    other.load_state_dict(state)
-    for each in (accumulator, other):
-        each.forward_backward(user.rows(SECOND), squares)
-        assert each.finalize().finite
-        reference.zero_grad()
-        mean_square(reference, FIRST, SECOND)
-        user.expect(each.model, reference)
-
-
 @right(2, 3, **WRAPS)
 def an_open_loop_in_an_opened_update(user: User, variant: Wrap) -> None:
     reference = regressor()
@@ -410,20 +391,12 @@ def a_loop_of_ones_own(user: User) -> None:
         pass
 
 
-@refused(PlanError, "cannot be saved", 2)
-def saved_while_fsdp_holds_it(user: User) -> None:
+@refused(MegabatchError, "a checkpoint is between two updates", 2)
+def saved_while_it_is_open(user: User) -> None:
     accumulator = user.accumulator(sharded(regressor()), sync="last")
     accumulator.open()
     accumulator.forward_backward(user.rows(FIRST), losses.mse)
     accumulator.state_dict()
-
-
-@refused(PlanError, "holds its reduction back", 2)
-def a_state_of_ddp_in_a_model_without(user: User) -> None:
-    accumulator = user.accumulator(DistributedDataParallel(regressor()))
-    accumulator.open()
-    accumulator.forward_backward(user.rows(FIRST), squares)
-    user.accumulator(regressor()).load_state_dict(accumulator.state_dict())
 
 
 # Forwards without a backward, and the same cut twice.

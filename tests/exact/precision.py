@@ -23,12 +23,11 @@ import megabatch
 from megabatch import GradientAccumulator
 from tests.exact import models
 from tests.exact.oracle import whole_error
-from tests.exact.paused import carried
 
 NUM_SAMPLES = 256  # of an update, a power of two: the division is exact
 WORLDS = {"plain": 1, "summed": 2, "ddp": 2, "fsdp2": 2, "hsdp": 4, "replicate": 2, "tensor": 2}
 SYNCS = {"fsdp2": ("every", "last"), "hsdp": ("every", "replica_last", "last"), "replicate": ("every", "last")}
-CASES = ("one-call", "late-weights", "abandoned", "weightless-between", "unused", "paused")
+CASES = ("one-call", "late-weights", "abandoned", "weightless-between", "unused")
 SUMMED = ("summed", "ddp")  # the gradient stays on its rank, and only one rank has one of the parameters
 
 
@@ -117,12 +116,6 @@ class Job:
             self.model, mesh=mesh, micro_batch_size=4, sync=self.sync, accumulate_dtype=accumulate
         )
 
-    def go_on_elsewhere(self) -> None:
-        """With another model of the same weights, and another accumulator, given the open update."""
-        state = carried(self.gradient.state_dict())
-        self.begin()
-        self.gradient.load_state_dict(state)
-
     def total(self, model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, float]:
         if self.fails_at is not None:
             self.fails_at -= 1
@@ -143,10 +136,8 @@ class Job:
         self.gradient.forward_backward(share, loss)
 
     def update(self, max_norm: float | None = None) -> megabatch.Update:
-        half = len(self.share) // 2 if self.case in ("late-weights", "paused") else 0  # two calls
+        half = len(self.share) // 2 if self.case == "late-weights" else 0  # two calls
         for part in (self.share[:half], self.share[half:]) if half else (self.share,):
-            if self.case == "paused" and self.gradient.open_update is not None:
-                self.go_on_elsewhere()
             self.run(part)
         return self.gradient.finalize(max_norm=max_norm)
 

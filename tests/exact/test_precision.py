@@ -20,7 +20,6 @@ def jobs() -> list[str]:
     names += [f"{wrapper}:auto:{case}:float32" for wrapper in ("plain", *SUMMED) for case in CASES[1:4]]
     names += ["fsdp2:auto:late-weights:float32", "fsdp2:last:abandoned:float32"]
     names += [f"{wrapper}:auto:unused:float32" for wrapper in SUMMED]
-    names += [f"{wrapper}:auto:paused:float32" for wrapper in WORLDS]
     return names
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megabatch.train.config import Config
+from megabatch.train.config.keys import REMOVED_KEYS
 from megabatch.train.config.recipe import load_config
 from tests.unit.failures.table import check_error, line_of
 
@@ -67,7 +68,6 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--model.compile --parallel.pp=2": "model.compile is true and parallel.pp is 2, which are not tested … leave one",
     "--update.one_row --loss.function=a:b": "update.one_row is true and loss.function … one by one; leave one of them",
     "--eval.function=a:b --parallel.pp=2": "eval.function is 'a:b' and parallel.pp is 2, where no rank … leave one of",
-    "--checkpoint.partial --update.on_nonfinite=skip_update": "checkpoint.partial … 'skip_update', which … leave one",
     "--advice.every=2 --parallel.tp=2": "advice.every is 2 and parallel.tp is 2, whose ranks hold parts … leave one of",
     "--advice.every=2 --model.dtype=bfloat16": "advice.every is 2 and model.dtype is 'bfloat16' … leave one",
     "--data.look_ahead=1 --data.num_workers=2": "data.look_ahead is 1 and data.num_workers is 2 … leave one of them",
@@ -88,7 +88,6 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
             "--parallel.pp=2": "parallel.pp is 2, which cuts sums of the model",
             "--update.one_row": "update.one_row is true, whose rows",
             "--model.dtype=float64": "model.dtype is 'float64', whose sums float64 rounds",
-            "--checkpoint.partial": "checkpoint.partial is true, which makes an update in several calls",
             "--run.check_hardware_every=2": "run.check_hardware_every is 2, which makes gradients in another cut",
             "--model.compute_dtype=bfloat16": "model.compute_dtype is 'bfloat16', to which FSDP2 casts",
             "--run.device=cpu --optim.options.fused=true": "optim.options.fused is true, whose bits",
@@ -111,7 +110,6 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
         for other, seen in {
             "--update.micro_batch_size=2 --update.same_bits=true": "update.same_bits is true, whose microbatches",
             "--run.check_hardware_every=2": "run.check_hardware_every is 2, which makes gradients in another cut",
-            "--checkpoint.partial": "checkpoint.partial is true, which makes an update in several calls",
             "--advice.every=2": "advice.every is 2, which makes an update in several calls",
             "--parallel.cp=2": "parallel.cp is 2, whose ranks must split their samples alike",
             "--loss.function=a:b": "loss.function is 'a:b', of which it is not known",
@@ -193,6 +191,18 @@ def test_a_file_that_is_not_there_gets_its_line(tmp_path: Path) -> None:
 def test_a_file_that_is_no_recipe_gets_its_line(recipe: Path, text: str, seen: str) -> None:
     recipe.write_text(text)
     check_error(refusal(recipe), seen.replace("{path}", str(recipe)))
+
+
+@pytest.mark.parametrize("key", REMOVED_KEYS)
+def test_a_removed_key_says_what_to_do_instead_and_is_left_out_where_it_is_off(recipe: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    update = "global_batch_size = 8\nmicro_batch_size = 2\n"
+    model = '[model]\nconfig = {model_type = "llama"}\n\n'
+    for value in ("true", "false"):
+        recipe.write_text(f"{model}[update]\n{update}\n[{section}]\n{name} = {value}\n")
+        if value == "true":
+            check_error(refusal(recipe), f"unknown key {key} in {recipe}; {REMOVED_KEYS[key]}")
+    load(recipe)
 
 
 def test_an_override_of_one_bound_replaces_the_other(recipe: Path) -> None:

@@ -4,7 +4,6 @@ on."""
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from megabatch.planning.limits import TunedLimit
 from megabatch.train.autotune.microbatch_limit import even_tokens
 from megabatch.train.data.updates import Updates, balancing_cost
 from tests.elastic.conftest import OWN
-from tests.elastic.test_stop import disturb
-from tests.train.conftest import NO_DROPOUT, Bench, timeless, write_pairs
+from tests.train.conftest import Bench, timeless, write_pairs
 from tests.train.data_for_tests import ids_of, load, updates_of
 from tests.train.test_checkpoint import reseal
 from tests.train.test_updates import KINDS, config_of
@@ -189,34 +187,3 @@ def test_a_run_is_dealt_by_the_fit_that_its_checkpoint_keeps(
     assert lines_of(by_length, "cuts.jsonl", "cut") != lines_of(whole, "cuts.jsonl", "cut")
     keys = ("step", "samples", "num_samples", "weight", "lr")
     assert lines_of(by_length, "manifest.jsonl", *keys) == lines_of(whole, "manifest.jsonl", *keys)
-
-
-@pytest.mark.slow
-def test_an_open_update_goes_on_with_its_own_samples(bench: Bench, tmp_path: Path, quadratic: dict[str, Any]) -> None:
-    """Stopped inside an update, by parts of which every rank knows its own; dealt otherwise, it begins again."""
-    values = quadratic | NO_DROPOUT | {
-        "loss__function": f"{bench.path / 'own.py'}:within", "update__global_batch_size": 50, "run__max_epochs": 3,
-        "eval__num_samples": 0, "checkpoint__partial": "true",
-    }  # fmt: skip
-    disturb(bench, place="after", step=1, signals=[signal.SIGTERM])
-    bench.train(ranks=2, **values)
-    (bench.path / "disturb.json").unlink()
-    meta = meta_of(bench.folder, 1)
-    cost = meta["fit"]["cost"] | {"seconds_per_microbatch": 0.0}  # so that each sample goes alone
-    rewrite(bench.folder, 1, {**meta, "fit": meta["fit"] | {"cost": cost}, "even_tokens": 32})
-    whole, other, values = tmp_path / "whole", tmp_path / "other", values | {"run__resume": True}
-    shutil.copytree(bench.folder, whole)
-    bench.train(ranks=2, **values | {"run__folder": whole})
-    disturb(bench, place="within", step=1, ranks=[1], signals=[signal.SIGTERM])
-    assert "update 2 is saved after 1 of " in bench.train(ranks=2, **values)
-    (bench.path / "disturb.json").unlink()
-    shutil.copytree(bench.folder, other)
-    assert "update 2 resumes after 1 of " in bench.train(ranks=2, **values)
-    assert without_peaks(bench.rows()) == without_peaks(bench.rows(whole))
-    assert meta_of(bench.folder, 3)["even_tokens"] == 32
-    stated = values | {"update__max_microbatch_tokens": 160, "run__folder": other}
-    problem = "the tokens at which attention counts as much as the rest was 32 and is None"
-    assert f"update 2 begins again, which was left open: {problem}" in bench.train(ranks=2, **stated)
-    assert bench.losses(other) == pytest.approx(bench.losses(whole), rel=1e-10)
-    assert lines_of(other, "manifest.jsonl", "samples") == lines_of(whole, "manifest.jsonl", "samples")
-    assert lines_of(other, "cuts.jsonl", "cut") != lines_of(whole, "cuts.jsonl", "cut")

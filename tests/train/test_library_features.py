@@ -204,7 +204,6 @@ def test_a_joint_loss_is_that_of_all_ranks(bench: Bench, own: dict[str, Any], tm
     ("values", "line"),
     [
         ({"advice__every": 2}, "loss.function is a JointLoss, which needs all samples of an update at once, and advi"),
-        ({"checkpoint__partial": True}, "loss.function is a JointLoss, which needs all samples of an update at once"),
         (
             {"eval__num_samples": 5},
             "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; set ",

@@ -170,7 +170,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no experts": ({"model": {"config": FAMILIES["llama"]}}, "the model has no experts; leave it out"),
     "another loss": ({"loss": {"function": "megabatch.losses:classification"}}, "has the terms that it returns"),
     "one row": ({"update": {"one_row": True}}, "update.one_row is true, with which it is not computed; leave one"),
-    "partial": ({"checkpoint": {"partial": True}}, "checkpoint.partial is true, with which it is not computed"),
 }
 
 

@@ -34,7 +34,6 @@ from megabatch.train.runtime.ranks import Ranks
 KEY = "sync"  # of a checkpoint's metadata
 AUTO, LAST, GATHER_ONCE = "auto", "last", "gather_once"
 KEPT = {LAST: "whole gradient", GATHER_ONCE: "gathered model"}  # between microbatches, by policy
-MICROBATCHES_A_CALL = 8  # of a rank, of an update in several calls (checkpoint.partial), each of which reduces once
 FREE_FACTOR = 1000  # if this many times what a policy keeps is free, it fits without a measurement
 REASON = "chosen for this run, since it fits and sends least"  # in place of the library's reason
 AS_SAVED = "the checkpoint's, so that sums are rounded the same"
@@ -142,7 +141,7 @@ class SyncChooser:
         if self._comm.num_shards == 1:
             return None
         num_microbatches, fit = self._num_microbatches(self._learner.gradient), self._learner.gradient.fit
-        if num_microbatches <= self._num_calls(num_microbatches):  # or none: the run is at its end
+        if num_microbatches <= 1:  # or none: the run is at its end
             return None
         if load_oom_limit(self._config.run) is not None:
             return SyncDecision(self._own, f"a microbatch did not fit in memory ({OOM_LIMIT_FILE}), and it keeps least")
@@ -162,8 +161,8 @@ class SyncChooser:
         return _sort(self._candidate(sync, num_microbatches) for sync in KEPT)
 
     def _candidate(self, sync: str, num_microbatches: int) -> Candidate:
-        num_calls, comm = self._num_calls(num_microbatches), self._comm
-        here = [comm.sent_bytes(each, num_microbatches, num_calls) for each in (sync, self._own)]
+        comm = self._comm
+        here = [comm.sent_bytes(each, num_microbatches, 1) for each in (sync, self._own)]
         here += [comm.whole_bytes(sync), comm.more_bytes(sync)]
         sent, own, whole, more = max_over_ranks(here, self._ranks)
         return Candidate(sync, whole, more, sent, self._own, own)
@@ -262,10 +261,6 @@ class SyncChooser:
         (here,) = max_over_ranks([gradient.plan(self._batch).num_microbatches], self._ranks)
         (num_samples,) = self._ranks.sum_of_data([len(self._batch)])
         return math.ceil(here * max(1.0, sizes_of(self._config.update).largest / max(1.0, num_samples)))
-
-    def _num_calls(self, num_microbatches: int) -> int:
-        """Count the calls of an update, at whose ends ranks sum or gather."""
-        return -(-num_microbatches // MICROBATCHES_A_CALL) if self._config.checkpoint.partial else 1
 
     def _num_beside(self, fit: TunedLimit, sync: str) -> int:
         """Count the microbatches of an update under a limit that leaves room for a policy."""

@@ -24,17 +24,17 @@ chance leave an error of the order of one over the number of samples. A microbat
 import hashlib
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megabatch import MegabatchError
+from megabatch import MegabatchError, Plan
 from megabatch.losses import loss_hooks
-from megabatch.train.callbacks.mid_update import Calls
 from megabatch.train.context import Callback, ForwardBackward, RunContext, check_whole
+from megabatch.train.data.updates import part_of
 from megabatch.train.model.optimizer import LARGEST_NORM
 from megabatch.train.runtime.files import METRICS, read_rows
 
@@ -56,6 +56,32 @@ class Measured(NamedTuple):
 
     noise: float  # tr(Sigma), the variance of one sample's gradient, summed over parameters
     signal: float  # |G|^2
+
+
+@dataclass
+class Calls:
+    """This rank's samples of every call of an update, and the microbatches of the calls made."""
+
+    parts: list[list[int]]  # samples of each call, by their places in the update
+    num_made: int = 0
+    ran: list[list[int]] = field(default_factory=list[list[int]])  # microbatches
+    num_split: int = 0  # of them, that did not fit in memory
+
+    def left(self, batch: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
+        """Yield the number and the samples of each call that is still to be made."""
+        for number in range(self.num_made, len(self.parts)):
+            yield number, part_of(batch, self.parts[number])
+
+    def note(self, plan: Plan) -> None:
+        """Take in how the call that was just made was cut."""
+        places = self.parts[self.num_made]
+        self.ran += [[places[row] for row in rows] for rows in plan.microbatches]
+        self.num_split += plan.num_split
+        self.num_made += 1
+
+    def as_run(self, plan: Plan) -> Plan:
+        """Return the plan of the whole update, as it was run."""
+        return replace(plan, microbatches=tuple(map(tuple, self.ran)), num_split=self.num_split)
 
 
 class NoiseScale(Callback):
@@ -126,8 +152,8 @@ class NoiseScale(Callback):
     def _open_sum(self, context: RunContext) -> Sum:
         """Return what is accumulated now, over all ranks."""
         opened = context.learner.gradient.open_update
-        sums = {} if opened is None else opened.state_dict()["sums"]
-        (weight,) = context.ranks.sum_of_data([float(sums[name][1]) for name in self._names(context)[:1]] or [0.0])
+        sums = {} if opened is None else opened.sums
+        (weight,) = context.ranks.sum_of_data([float(sums[name].weight) for name in self._names(context)[:1]] or [0.0])
         total = nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None])
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards
         divided = loss_hooks(context.loss_fn).weigh is not None  # before the backward, by the weight of the call
@@ -146,9 +172,9 @@ class NoiseScale(Callback):
             )
 
     def _names(self, context: RunContext) -> list[str]:
-        """Return the terms that have carried a gradient. Waits for the device."""
+        """Return the terms that have carried a gradient."""
         opened = context.learner.gradient.open_update
-        return [] if opened is None else opened.state_dict()["differentiable"]
+        return [] if opened is None else opened.differentiable
 
 
 def halves(ids: Sequence[int | str], seed: int, step: int) -> list[list[int]]:

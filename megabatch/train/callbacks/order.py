@@ -7,7 +7,6 @@ from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.checkpointing import Checkpointing
 from megabatch.train.callbacks.evaluation import EarlyStopping, Evaluation
 from megabatch.train.callbacks.messages import FinalMessages, MemoryCheck, PlanMessage, RandomCheck
-from megabatch.train.checkpoints.paths import OPEN, checkpoints_of
 from megabatch.train.config import RunConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.context import EVENTS, Callback, RunContext
@@ -48,11 +47,6 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
         from megabatch.train.callbacks.noise_scale import NoiseScale
 
         made.append(NoiseScale(context))
-    is_left = ranks.is_main and (checkpoints_of(context.folder) / OPEN).exists()  # an open update, of an earlier start
-    if config.checkpoint.partial or any(ranks.sum([float(is_left)])):
-        from megabatch.train.callbacks.mid_update import MidUpdateCheckpoint
-
-        made.append(MidUpdateCheckpoint(context))
     made.append(Metrics(context))
     if config.run.manifest:
         made.append(Manifest(context))

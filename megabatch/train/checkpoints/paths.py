@@ -13,7 +13,6 @@ from megabatch.train.runtime.files import CONFIG, UNFINISHED, check_own_path, is
 POINTER = "latest"
 BEST = "best"
 META = "meta.json"
-OPEN = "open"  # folder of an update that a signal has stopped inside
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 

@@ -21,6 +21,7 @@ from megabatch.train.config.batch_size import check_batch_size, read_schedule
 from megabatch.train.config.byte_sizes import read_bytes
 from megabatch.train.config.contradictions import check_config
 from megabatch.train.config.keys import (
+    REMOVED_KEYS,
     is_named_sources,
     is_options,
     known_keys,
@@ -64,9 +65,18 @@ def read_recipe(path: Path) -> Layer:
         raise MegabatchError(
             f"{path} has a number of thousands of digits, or is nested too deeply; write values that a key can have"
         ) from None
+    layer = {section: without_removed(section, table) for section, table in layer.items()}
     for section, table in layer.items():
         check_section(section, table, path)
     return {section: with_none(section, table) for section, table in layer.items()}
+
+
+def without_removed(section: str, table: Any) -> Any:
+    """Leave out removed keys that are off, as an earlier version has written them in the recipe of a run."""
+    if not isinstance(table, dict):
+        return table
+    entries = cast(Layer, table).items()
+    return {key: value for key, value in entries if value is not False or f"{section}.{key}" not in REMOVED_KEYS}
 
 
 def with_none(section: str, table: Layer) -> Layer:

@@ -337,9 +337,6 @@ class CheckpointConfig(Section):
     background: bool | None = None
     """Go on training while a checkpoint is written; that takes a copy of the state in host memory. None: where the
     model is on a GPU; in host memory the copy would take what the model needs."""
-    partial: bool = False
-    """Let a signal stop a run inside an update, which is saved open and resumed there, exactly, on as many ranks. For
-    updates of minutes: gradients are reduced every eight microbatches, and a signal is looked for."""
 
 
 class ParallelConfig(Section):

@@ -149,10 +149,6 @@ class Updates:
         delivery = self._read()
         return delivery.samples if isinstance(delivery, Delivery) else []
 
-    def give_back(self) -> None:
-        """Let the update that was handed out last be the next one still, for a run that resumes later."""
-        self._state = self._before
-
     def state_dict(self) -> State:
         """Return where the run stands after the last update that was handed out, as JSON, for any number of ranks."""
         return self._state

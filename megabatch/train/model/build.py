@@ -252,7 +252,7 @@ def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
     if not isinstance(loss_fn, JointLoss):
         return
     others = (
-        "parallel.cp", "parallel.tp", "parallel.pp", "checkpoint.partial", "advice.every",
+        "parallel.cp", "parallel.tp", "parallel.pp", "advice.every",
         "update.on_nonfinite=skip_microbatch", "update.same_bits", "update.cost", "update.shapes",
     )  # fmt: skip
     for other in given(config, others):

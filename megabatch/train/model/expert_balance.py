@@ -75,7 +75,7 @@ def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None
             f"{said} and no module of the model has a tensor {experts.bias_name!r}; set model.experts.bias_name, or "
             "leave bias_rate out"
         )
-    others = ("checkpoint.partial", "data.pack_tokens", *AXES)  # packed rows have no mask
+    others = ("data.pack_tokens", *AXES)  # packed rows have no mask
     for other in given(config, others):
         raise MegabatchError(f"{said} and {other}, which does not count tokens; leave one of them out")
 
@@ -94,7 +94,7 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
         )
     if not names_experts(model):
         raise MegabatchError(f"{said} and the model has no experts; leave it out")
-    for other in given(config, ("update.one_row", "checkpoint.partial", *AXES)):  # no sequences, and several calls
+    for other in given(config, ("update.one_row", *AXES)):  # which has no sequences
         raise MegabatchError(f"{said} and {other}, with which it is not computed; leave one of them out")
     from megabatch.experts import config_coefficient
 

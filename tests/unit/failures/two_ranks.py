@@ -104,13 +104,11 @@ def weigh_names_differ() -> str:
     return told(lambda: accumulator().forward_backward(SAMPLES, counting))
 
 
-def weights_disagree(wrap: Callable[[nn.Module], nn.Module], *, saved: bool = False) -> str:
-    """Found out after the backward; raised where the update is closed, on both ranks, saved on the way or not."""
+def weights_disagree(wrap: Callable[[nn.Module], nn.Module]) -> str:
+    """Found out after the backward; raised where the update is closed, on both ranks."""
     counting = loss(weigh=lambda microbatch: here(3.5, 2))(lambda *given: squares(*given))
     gradient = accumulator(wrap(linear()))
     gradient.forward_backward(SAMPLES, counting)
-    if saved:
-        gradient.load_state_dict(gradient.state_dict())
     return told(gradient.finalize)
 
 
@@ -470,10 +468,6 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
     "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),
     "weights that disagree": (lambda: weights_disagree(lambda model: model), COUNTED_ON_BOTH),
-    "weights that disagree, saved on the way": (
-        lambda: weights_disagree(lambda model: model, saved=True),
-        COUNTED_ON_BOTH,
-    ),
     "weights that disagree, DDP": (lambda: weights_disagree(DistributedDataParallel), COUNTED_ON_BOTH),
     "weights that disagree, FSDP2": (lambda: weights_disagree(sharded), COUNTED_ON_BOTH),
     "the loss names other terms": (term_names_differ, OTHER_ON_BOTH),
