@@ -66,6 +66,7 @@ from megabatch.wrappers.mesh import num_collectives
 MAX_COMPARED_CALLS = 8  # calls in which ranks compare each collective: a loss made anew for each call is always new
 MAX_RUNS = 3  # of an update with same_bits="proved"; the second is always exact where kernels are deterministic
 REMOVED = {  # method -> what to do instead; a line is kept for one release
+    "pin_cost": "give cost=gradient.cost to a new GradientAccumulator",
     "step_in_backward": "step the optimizer after finalize(), since it freed no memory where gradients accumulate",
 }
 LOST = (
@@ -113,8 +114,7 @@ class GradientAccumulator:
         memory_bytes: Bytes that this rank may use on its device, for "auto". None uses 90 % of the free memory.
         cost: Seconds and bytes of a microbatch, used to split samples and to predict the cost of a plan. None uses the
             measurements of "auto", or relative defaults if you give a limit. "measure" times the microbatches of your
-            updates and splits by that: the gradient is the same, but its last bits follow the clock. `pin_cost` ends
-            this.
+            updates and splits by that: the gradient is the same, but its last bits follow the clock.
         sync: "last" reduces gradients once per call, "every" with each microbatch. "replica_last" (for HSDP)
             reduce-scatters with each microbatch and all-reduces once per call. "auto" chooses by the wrapper. After
             `open`, "once per call" is once per update. "gather_once" (for FSDP2 and HSDP) reduces as "auto" does, and
@@ -272,16 +272,6 @@ class GradientAccumulator:
         With ``cost="measure"`` it may change in `finalize`. It is this rank's own.
         """
         return self._planner.known_cost
-
-    def pin_cost(self, cost: CostModel | None) -> None:
-        """Split samples by ``cost`` from the next call on, and measure none.
-
-        ``pin_cost(gradient.cost)`` keeps what ``cost="measure"`` has measured, and the split no longer changes.
-        Raises `PlanError` for None: nothing is measured yet.
-        """
-        if cost is None:
-            raise PlanError("pin_cost() was given None, since no cost is measured yet; call it after another update")
-        self._planner, self._meter = replace(self._planner, cost=check_cost(cost)), None
 
     def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Reserve memory for the states of ``optimizer`` when "auto" chooses the limit.
