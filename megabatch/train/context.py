@@ -165,8 +165,7 @@ class Callback:
     def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
         """Make the gradient of the update: call ``forward_backward(batch)`` once, with the whole batch.
 
-        Later callbacks surround earlier ones. An update that is made again without samples at fault
-        (``update.on_nonfinite``) does not come here a second time.
+        Later callbacks surround earlier ones.
 
         Args:
             context: The run.

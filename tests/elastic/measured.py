@@ -33,7 +33,7 @@ cache = "{folder}/cache"
 [update]
 global_batch_size = 4
 micro_batch_size = 2
-on_nonfinite = "skip_microbatch"
+on_nonfinite = "skip_update"
 
 [eval]
 every = {every}

@@ -190,7 +190,7 @@ RUNNABLE: dict[str, Strategy] = {
     "update": some(
         tail=["step", "drop", "carry"],
         max_norm=[0.1, 1.0, "none"],
-        on_nonfinite=["raise", "skip_update", "skip_microbatch"],
+        on_nonfinite=["raise", "skip_update"],
         sync=["auto", "last", "every", "replica_last"],
     ),
     "optim": some(

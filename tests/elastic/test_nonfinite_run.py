@@ -89,12 +89,12 @@ def test_skipped_updates_are_rows_lines_and_words(tmp_path, capsys):
         assert (before["lr"] == after["lr"]) == (before in bad)
     said = capsys.readouterr().out
     assert f"warning: update {bad[0]['step']} was skipped: the loss is not finite on data rank 0 of 1" in said
-    assert "2 updates not finite, 2 skipped whole: 12 samples left out (skipped.jsonl)" in said
+    assert "2 updates not finite and skipped: 12 samples left out (skipped.jsonl)" in said
     assert "data ran out: its last update" not in said
 
 
 def test_a_run_goes_on_with_what_it_had_left_out(tmp_path, capsys):
-    assert train(tmp_path, [5], "skip_microbatch", "--run.max_steps=5", "--run.save_every=2") == 0
+    assert train(tmp_path, [5], "skip_update", "--run.max_steps=5", "--run.save_every=2") == 0
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step-4")
     whole = {name: rows(tmp_path, name) for name in ("skipped.jsonl", "manifest.jsonl")}
     capsys.readouterr()
@@ -102,12 +102,12 @@ def test_a_run_goes_on_with_what_it_had_left_out(tmp_path, capsys):
     again = {name: rows(tmp_path, name) for name in whole}
     assert [row["step"] for row in again["manifest.jsonl"]] == list(range(1, 9))
     assert again["manifest.jsonl"][:5] == whole["manifest.jsonl"]
-    assert [len(row["samples"]) for row in again["skipped.jsonl"]] == [1, 1]
-    assert "2 updates not finite, 0 skipped whole: 2 samples left out" in capsys.readouterr().out
+    assert [len(row["samples"]) for row in again["skipped.jsonl"]] == [6, 6]
+    assert "2 updates not finite and skipped: 12 samples left out" in capsys.readouterr().out
 
 
 def test_ten_skipped_updates_in_a_row_are_an_error(tmp_path, capsys):
-    assert train(tmp_path, "all", "skip_microbatch", "--run.max_steps=20") == 2
+    assert train(tmp_path, "all", "skip_update", "--run.max_steps=20") == 2
     assert capsys.readouterr().err == (
         "megabatch: 10 updates in a row were skipped, the last of them 10 (the loss is not finite on data rank 0 of 1)"
         ": it is not the samples but the weights; resume from an earlier checkpoint with a lower optim.lr\n"
@@ -135,7 +135,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, how):
         ))  # fmt: skip
     else:
         assert status == 0
-        assert "2 updates not finite, 2 skipped whole" in said.out
+        assert "2 updates not finite and skipped" in said.out
 
 
 @pytest.mark.full
@@ -143,7 +143,7 @@ def test_layouts_leave_out_the_same_samples(bench: Bench, tmp_path, capsys):
     """Prompts with a 7 are at fault."""
     (tmp_path / "own.py").write_text(OWN)
     values = {
-        "loss__function": f"{tmp_path / 'own.py'}:without_token", "update__on_nonfinite": "skip_microbatch",
+        "loss__function": f"{tmp_path / 'own.py'}:without_token", "update__on_nonfinite": "skip_update",
         "eval__num_samples": 0, "run__max_steps": 3, "model__config__tie_word_embeddings": "false",
         **NO_DROPOUT,
     }  # fmt: skip
@@ -157,7 +157,7 @@ def test_layouts_leave_out_the_same_samples(bench: Bench, tmp_path, capsys):
     for name, keys in layouts.items():
         bench.train(ranks=1 if name == "plain" else 2, run__folder=tmp_path / name, **values, **keys)
         found[name] = [json.loads(line) for line in (tmp_path / name / "skipped.jsonl").read_text().splitlines()]
-        left_out = [(row["step"], row["is_whole"], row["samples"]) for row in found[name]]
-        assert left_out == [(row["step"], row["is_whole"], row["samples"]) for row in found["plain"]]
+        left_out = [(row["step"], row["samples"]) for row in found[name]]
+        assert left_out == [(row["step"], row["samples"]) for row in found["plain"]]
         assert bench.losses(tmp_path / name) == pytest.approx(bench.losses(tmp_path / "plain"), rel=1e-10)
-    assert any(not row["is_whole"] for row in found["plain"])
+    assert found["plain"]

@@ -208,7 +208,6 @@ def test_a_joint_loss_is_that_of_all_ranks(bench: Bench, own: dict[str, Any], tm
             {"eval__num_samples": 5},
             "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; set ",
         ),
-        ({"update__on_nonfinite": "skip_microbatch"}, "loss.function is a JointLoss, which needs all samples of an up"),
     ],
 )
 def test_what_cuts_a_joint_loss_is_refused(

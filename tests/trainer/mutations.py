@@ -103,7 +103,7 @@ BUGS = (
         {'if context.values["finite"]:\n            self._average.update()':
              "if True:\n            self._average.update()"}, SKIPPED),
     Bug("count a skipped update's samples as none",
-        {'context.row["skipped_samples"] = len(left_out)': 'context.row["skipped_samples"] = 0'}, SKIPPED),
+        {'context.row["skipped_samples"] = 0, len(names)': 'context.row["skipped_samples"] = 0, 0'}, SKIPPED),
     # Resuming
     Bug("resume with the first samples",
         {"part.load_state_dict(meta[name])": "pass"}, RESUMED),

@@ -196,9 +196,9 @@ class UpdateConfig(Section):
     Every update but those of "step" has global_batch_size samples."""
     max_norm: Positive | None = 1.0
     """Clip the gradient to this norm; None: never."""
-    on_nonfinite: Literal["raise", "skip_update", "skip_microbatch"] = "raise"
-    """An update whose loss or gradient is not finite: end the run, skip the update, or make it without the samples at
-    fault. What is left out is written to skipped.jsonl."""
+    on_nonfinite: Literal["raise", "skip_update"] = "raise"
+    """An update whose loss or gradient is not finite: end the run, or skip the update. What is left out is written to
+    skipped.jsonl."""
 
 
 class OptimConfig(Section):

@@ -253,7 +253,7 @@ def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
         return
     others = (
         "parallel.cp", "parallel.tp", "parallel.pp", "advice.every",
-        "update.on_nonfinite=skip_microbatch", "update.same_bits", "update.cost", "update.shapes",
+        "update.same_bits", "update.cost", "update.shapes",
     )  # fmt: skip
     for other in given(config, others):
         raise MegabatchError(
