@@ -7,8 +7,10 @@ calls of schedulers. Nothing is written to a tensor of the run, and no collectiv
 import contextlib
 import functools
 import inspect
+import linecache
 import math
 import sys
+import sysconfig
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -38,15 +40,26 @@ from megabatch.torch_private import (
     unsharded_parameter,
 )
 from megabatch.verification.audit_measures import Sketcher, TokenWeights, measure_weights
-from megabatch.verification.audit_records import EndRecord, MicrobatchRecord, Record, SchedulerRecord, UpdateRecord
+from megabatch.verification.audit_records import (
+    EndRecord,
+    LoopRecord,
+    MicrobatchRecord,
+    Record,
+    SchedulerRecord,
+    UpdateRecord,
+)
 from megabatch.verification.audit_report import MAX_RESIDUAL, MEGABATCH, Audit
 
 FROM_LOSS, FROM_OUTPUT, FROM_HEAD = range(3)  # where logits were found; the nearest to the loss are right
 MAX_FORWARDS = 64  # without a backward that are remembered
-LOOPS = {  # beginning of a module's name on the stack of an optimizer's step → the loop
-    "trl.": "TRL", "transformers.trainer": "Trainer", "lightning.": "Lightning", "pytorch_lightning.": "Lightning",
-    "megabatch.": "megabatch", "accelerate.": "Accelerate",
+LIBRARIES = {  # beginning of a module's name on the stack of an optimizer's step → the library whose loop it is
+    "sentence_transformers.": "sentence-transformers", "trl.": "TRL", "transformers.trainer": "Trainer",
+    "lightning.": "Lightning", "pytorch_lightning.": "Lightning", "torchtitan.": "torchtitan",
+    "torchtune.": "torchtune", "megabatch.": "megabatch", "accelerate.": "Accelerate",
 }  # fmt: skip
+TRAINERS = ("transformers.trainer.Trainer", "lightning.pytorch.core.module.LightningModule",
+            "pytorch_lightning.core.module.LightningModule")  # fmt: skip
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # not the script's own files
 
 
 @contextlib.contextmanager
@@ -185,7 +198,7 @@ class _Recorder:
         self._forwards: list[_Forward] = []  # without a backward yet
         self._current: _Forward | None = None
         self._before_clip: Tensor | None = None
-        self._clips_values = self._is_finalized = False
+        self._clips_values = self._is_finalized = self._is_compiled = False
         self._clip_factor: Tensor | None = None  # of megabatch's clip
         self._num_clips = 0
         self._notes: dict[str, None] = {}
@@ -294,6 +307,7 @@ class _Recorder:
                 self._known.add(id(kind))
                 self._replace(kind, "step", self._wrap_scheduler)
         if has_compiled(module):
+            self._is_compiled = True
             return  # a hook inside would break the compiled graph
         if "megabatch.accumulator" in sys.modules:
             self._watch_accumulators(sys.modules["megabatch.accumulator"].GradientAccumulator)
@@ -376,8 +390,11 @@ class _Recorder:
 
     @_quietly
     def _see_logits(self, forward: _Forward, values: Tensor, writes: int, distance: int, d: Tensor | None) -> None:
-        if d is None or (forward.nearest is not None and distance > forward.nearest):
-            return  # None: a compiled graph has the loss inside
+        if d is None:  # the loss is inside of a compiled graph
+            self._is_compiled = True
+            return
+        if forward.nearest is not None and distance > forward.nearest:
+            return
         if count_writes(values) != writes:
             self.note("the weights of tokens: the logits were changed in place")
             return
@@ -529,7 +546,8 @@ class _Recorder:
             weights_checksum=None if is_sharded or world == 1 else self._checksum(parameters),
             num_clips=self._num_clips,
             collectives=self._stop_profiler() if world > 1 else {},
-            loop=MEGABATCH if self._is_finalized else _find_loop(),
+            loop=_find_loop(is_finalized=self._is_finalized),
+            is_compiled=self._is_compiled,
             notes=list(self._notes),
         )
         self._write(record)
@@ -621,16 +639,28 @@ def _head_of(module: Any) -> Any:
     return None
 
 
-def _find_loop() -> str:
-    """Return the library whose loop called the optimizer, by the modules and the classes on the stack."""
-    names: list[str] = []
+def _find_loop(*, is_finalized: bool) -> LoopRecord:
+    """Return the library whose loop calls the optimizer, its trainer, and the line of the script that leads here."""
+    loop, modules = LoopRecord(), list[str]()
     frame = inspect.currentframe()
     while frame is not None:
-        names.append(str(frame.f_globals.get("__name__", "")))
-        names += [each.__module__ for each in type(frame.f_locals.get("self")).__mro__]
+        owner = type(frame.f_locals.get("self"))
+        module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        modules += [module, *(kind.__module__ for kind in owner.__mro__)]
+        if not loop.trainer and any(f"{kind.__module__}.{kind.__qualname__}" in TRAINERS for kind in owner.__mro__):
+            loop.trainer = owner.__name__
+        if not loop.file and not module.startswith("megabatch.") and _is_of_script(path):
+            loop.file, loop.line = path.replace("\\", "/").rpartition("/")[2], frame.f_lineno
+            loop.code = linecache.getline(path, frame.f_lineno).strip()
         frame = frame.f_back
-    names = [name for name in names if not name.startswith("megabatch.verification.")]
-    return next((loop for start, loop in LOOPS.items() if any(name.startswith(start) for name in names)), "")
+    modules = [name for name in modules if not name.startswith("megabatch.verification.")]
+    seen = (name for start, name in LIBRARIES.items() if any(module.startswith(start) for module in modules))
+    loop.library = MEGABATCH if is_finalized else next(seen, "")
+    return loop
+
+
+def _is_of_script(path: str) -> bool:
+    return not path.startswith(("<", *INSTALLED))
 
 
 def _find_logits(output: Any) -> Any:

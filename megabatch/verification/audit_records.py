@@ -47,6 +47,17 @@ class MicrobatchRecord:
 
 
 @dataclass
+class LoopRecord:
+    """The loop that calls the optimizer."""
+
+    library: str = ""  # whose loop it is; "": a loop of the script
+    trainer: str = ""  # class of the running trainer, or of Lightning's module
+    file: str = ""  # of the script's own line that leads to the step
+    line: int = 0
+    code: str = ""  # of that line
+
+
+@dataclass
 class UpdateRecord:
     """One optimizer step on one rank, with the microbatches before it."""
 
@@ -59,7 +70,8 @@ class UpdateRecord:
     weights_checksum: int | None = None  # of the parameters; None if they are sharded
     num_clips: int = 0
     collectives: dict[str, list[int]] | None = None  # name → number and bytes; None: not watched
-    loop: str = ""  # the library whose loop steps
+    loop: LoopRecord = field(default_factory=LoopRecord)
+    is_compiled: bool = False  # torch.compile runs a part of the model
     scheduler_steps: int | None = None  # until the next update's first forward; None: unknown
     notes: list[str] = field(default_factory=list[str])
 
@@ -114,6 +126,8 @@ def _record_of(values: dict[str, Any]) -> Any:
     for each in values.get("microbatches", ()):
         _decode(each)
     _decode(values)
+    if "loop" in values:
+        values["loop"] = LoopRecord(**values["loop"])
     if "microbatches" in values:
         values["microbatches"] = [MicrobatchRecord(**each) for each in values["microbatches"]]
     known = {each.name for each in fields(kind)}

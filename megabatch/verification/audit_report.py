@@ -1,6 +1,5 @@
-"""Result of an audit: the records of all ranks merged, in ten lines and as a page of HTML."""
+"""Result of an audit: the records of all ranks merged."""
 
-import html
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.errors import MegabatchError
-from megabatch.planning.dealing import plan
 from megabatch.verification.audit_records import (
     EndRecord,
+    LoopRecord,
     MicrobatchRecord,
     Record,
     SchedulerRecord,
@@ -26,18 +25,12 @@ MAX_RESIDUAL = 0.05  # a gradient of logits further from a cross-entropy's is an
 MAX_UNEXPLAINED = 0.05  # of p.grad by the microbatches that were seen; above, counts mean nothing
 SAME = 0.005  # relative difference of weights that are called equal; bfloat16 has 0.001
 COUNT = 0.02  # the same of counts, which sketches estimate
+SIGNS = 0.01  # of the sum of absolute weights; with more of either sign the loss is one of preferences or a policy
 PARALLEL = 1e-6  # singular value below which gradients of microbatches cannot be told apart
 TOKEN, SAMPLE, SEQUENCE = "token mean", "sample mean", "sequence mean"
 MEANS = {"token": TOKEN, "sample": SAMPLE, "sequence": SEQUENCE}
 MEGABATCH = "megabatch"  # the loop
 OF_MICROBATCHES, OF_RANKS = "mean of microbatch means", "mean of rank means"
-INSTEAD = {  # loop → the line to write
-    "TRL": "class Exact(megabatch.integrations.transformers.MegabatchTrainer, SFTTrainer): pass",
-    "Trainer": "megabatch.integrations.transformers.MegabatchTrainer(model, args, ..., max_microbatch_tokens=N)",
-    "Accelerate": "megabatch.integrations.accelerate.learner(accelerator, model, optimizer, max_microbatch_tokens=N)",
-    "Lightning": "class Model(megabatch.integrations.lightning.ExactUpdates, LightningModule): ...",
-    "": "gradient = megabatch.GradientAccumulator(model, max_microbatch_tokens=N)  # docs/coming-from.md",
-}
 
 
 @dataclass
@@ -70,10 +63,12 @@ class UpdateFindings:
     rank_difference: float = 0.0  # of gradients
     weights_differ: bool = False
     is_sharded: bool = False
+    is_compiled: bool = False
     scheduler_steps: list[int] = field(default_factory=list[int])
     collectives: dict[str, list[int]] | None = None
     num_clips: int = 0
-    loop: str = ""
+    loop: LoopRecord = field(default_factory=LoopRecord)
+    is_signed: bool = False  # weights of both signs: a preference or policy loss
     unknown: list[str] = field(default_factory=list[str])
 
     @property
@@ -107,7 +102,7 @@ class UpdateFindings:
 
 
 class Audit:
-    """The findings of `megabatch.audit`; ``print(found)`` says them in ten lines."""
+    """The findings of `megabatch.audit`; ``print(found)`` prints them in ten lines."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []  # of all ranks that are here
@@ -185,7 +180,7 @@ class Audit:
     @property
     def problems(self) -> list[str]:
         """Faults beside the weights: microbatches, ranks and schedulers."""
-        return [*_find_miscounts(self), *_find_rank_differences(self.updates), *_find_scheduler(self.updates)]
+        return [*find_miscounts(self), *find_rank_differences(self.updates), *_find_scheduler(self.updates)]
 
     @property
     def ok(self) -> bool:
@@ -206,9 +201,24 @@ class Audit:
     @property
     def may_be_mean_of_means(self) -> bool:
         """True if sample or sequence mean and the mean of microbatch means are the same in every update."""
-        token, means = self.error("token"), [each.distances.get(OF_MICROBATCHES) for each in self.updates]
-        is_token = token is not None and token <= SAME
-        return not is_token and all(each is not None and each.error <= SAME for each in means)
+        if self._is_near("token") or not (self._is_near("sample") or self._is_near("sequence")):
+            return False
+        means = [update.distances.get(OF_MICROBATCHES) for update in self.updates]
+        return all(distance is not None and distance.error <= SAME for distance in means)
+
+    def _is_near(self, mean: str) -> bool:
+        error = self.error(mean)
+        return error is not None and error <= SAME
+
+    @property
+    def loop(self) -> LoopRecord:
+        """The loop of the first update."""
+        return self.updates[0].loop if self.updates else LoopRecord()
+
+    @property
+    def is_signed(self) -> bool:
+        """True if weights of both signs were seen, as in preference and policy losses: their mean cannot be told."""
+        return any(update.is_signed for update in self.updates)
 
     @property
     def unknown(self) -> list[str]:
@@ -216,11 +226,15 @@ class Audit:
         return list(_find_unknown(self, self.records))
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:12}{text}" if name else text for name, text in _lines_of(self))
+        from megabatch.verification.audit_text import lines_of
+
+        return "\n".join(f"{name:12}{text}" if name else text for name, text in lines_of(self))
 
     def page(self) -> str:
         """Return the findings as a page of HTML, which loads nothing."""
-        return _page_of(self)
+        from megabatch.verification.audit_page import page_of
+
+        return page_of(self)
 
 
 # Merging
@@ -247,7 +261,7 @@ def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchReco
     found = UpdateFindings(first.number + 1, first.world, [pair for pair in microbatches if not pair[1].is_empty])
     found.num_empty = len(microbatches) - len(found.microbatches)
     found.collectives, found.num_clips, found.loop = first.collectives, first.num_clips, first.loop
-    found.is_sharded = first.is_sharded
+    found.is_sharded, found.is_compiled = first.is_sharded, any(record.is_compiled for record in ranks)
     found.unknown = list(dict.fromkeys(note for each in ranks for note in each.notes))
     if len(ranks) < first.world:
         found.unknown.append(f"what other ranks do: records of {len(ranks)} of {first.world} ranks are here")
@@ -257,7 +271,7 @@ def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchReco
     elif len(ranks) == first.world and not any(each.startswith("how often a") for each in found.unknown):
         found.unknown.append("how often a microbatch is counted: no parameter has a gradient at the step")
     _weigh_tokens(found)
-    if gradient is not None and found.weights is not None and found.counts is not None:
+    if gradient is not None and found.weights is not None and found.counts is not None and not found.is_signed:
         _measure_distances(found, gradient)
     return found
 
@@ -312,7 +326,8 @@ def _weigh_tokens(found: UpdateFindings) -> None:
     """Set the weight of each target token in the update, and the mean that the weights are closest to."""
     records = [each for _, each in found.microbatches]
     if any(each.residual is None for each in records):
-        found.unknown.append("the weights of tokens: a loss without logits (use megabatch.verify for it)")
+        reason = "inside torch.compile" if found.is_compiled else "without logits (use megabatch.verify for it)"
+        found.unknown.append(f"the weights of tokens: a loss {reason}")
         return
     worst = max((each.residual or 0.0 for each in records), default=0.0)
     if worst > MAX_RESIDUAL:
@@ -327,6 +342,11 @@ def _weigh_tokens(found: UpdateFindings) -> None:
         return
     found.weights = [each.weights * count * total for each, count in zip(records, counts, strict=True)]
     flat = torch.cat(found.weights)
+    negative = float(flat.clamp(max=0).abs().sum() / flat.abs().sum().clamp_min(1e-300))
+    found.is_signed = SIGNS < negative < 1 - SIGNS
+    if found.is_signed:
+        found.unknown.append("which mean is meant: the weights contain margins or advantages")
+        return
     closest = SAME * 2
     for name, mean in _means_of(found).items():
         shape = torch.cat(mean) * total
@@ -385,105 +405,11 @@ def _measure_distances(found: UpdateFindings, gradient: Tensor) -> None:
                 )
 
 
-# Lines
+# Faults
 
 
-def _lines_of(audit: Audit) -> Iterator[tuple[str, str]]:
-    updates = audit.updates
-    title = f"megabatch audit{f' of {audit.command}' if audit.command else ''}: "
-    if not updates:
-        yield "", f"{title}cannot tell, no update was seen"
-        for each in audit.unknown:
-            yield "cannot tell", each
-        return
-    yield "", title + _verdict(audit)
-    tokens = sum(each.num_targets for each in updates)
-    microbatches = sum(len(each.microbatches) for each in updates)
-    ranks = f"{updates[0].world} rank{'s' * (updates[0].world > 1)}"
-    yield (
-        "watched",
-        f"{_plural(len(updates), 'update')}, {ranks}, {_plural(microbatches, 'microbatch')}, {tokens} targets",
-    )
-    yield "weights", _weights_text(updates)
-    yield "gradient", _gradient_text(updates)
-    yield "counted", "; ".join(_find_miscounts(audit)) or _counted_text(audit)
-    yield "ranks", "; ".join(_find_rank_differences(updates)) or _ranks_text(updates)
-    yield "scheduler", f"{_scheduler_text(updates)}; collectives: {_collectives_text(updates)}"
-    yield "padding", _padding_text(updates)
-    yield "change", _change_text(audit)
-    yield "cannot tell", "; ".join([*audit.unknown, "terms of the loss beside its cross-entropy"])
-
-
-def _verdict(audit: Audit) -> str:
-    updates = audit.updates
-    kinds = {each.kind for each in updates}
-    error = audit.error("any")
-    if any(each.weights is None for each in updates):
-        return "cannot tell what a token weighs" + (", and other things are WRONG" * bool(audit.problems))
-    if any(each.counts is None for each in updates):
-        return "cannot tell how often microbatches are counted" + (
-            ", and other things are WRONG" * bool(audit.problems)
-        )
-    text = " or ".join(sorted(each or "none of the known means" for each in kinds))
-    if error is not None and error <= SAME:
-        name = min(MEANS, key=lambda mean: (audit.error(mean) is None, audit.error(mean)))
-        is_known = all(each.is_length_known for each in updates)
-        exact = f"exact{'' if is_known else ' in direction'}: the {MEANS[name]}, off by {error:.1e}"
-        if audit.may_be_mean_of_means:
-            exact += ", which here is also the mean of microbatch means"
-            of_tokens = audit.error("token")
-            if of_tokens is not None and of_tokens > SAME:
-                exact += f" and not the mean over tokens ({of_tokens:.2g} away)"
-        return f"{exact}; but see below" if audit.problems else exact
-    factors = "" if kinds == {""} else f" {_factors_text(updates)}"
-    return f"NOT exact: {text}{factors}"
-
-
-def _factors_text(updates: Sequence[UpdateFindings]) -> str:
-    factors = [f"x {each.factor:.3g}" for each in updates]
-    return factors[0] if len(set(factors)) == 1 else f"{', '.join(factors)} (update by update)"
-
-
-def _weights_text(updates: Sequence[UpdateFindings]) -> str:
-    known = [each for each in updates if each.weights is not None and each.num_targets]
-    if not known:
-        return "cannot tell"
-    worst = max(known, key=lambda each: float((torch.cat(each.weights or []) - 1).abs().max()))
-    flat = torch.cat(worst.weights or [])
-    means = [float(each.mean()) for each in worst.weights or [] if each.numel()]
-    shown = ", ".join(f"{each:.2f}" for each in means[:8]) + (", ..." if len(means) > 8 else "")
-    smooth = max(each.smoothing for _, each in worst.microbatches)
-    extra = f"; label smoothing {smooth:.2g}" if smooth else ""
-    least, most = f"{float(flat.min()):.2f}", f"{float(flat.max()):.2f}"
-    if least == most:
-        return f"a target token weighs {least} of its share in the token mean (update {worst.number}){extra}"
-    return (
-        f"a target token weighs {least} to {most} of its share in the token mean "
-        f"(update {worst.number}; by microbatch {shown}){extra}"
-    )
-
-
-def _gradient_text(updates: Sequence[UpdateFindings]) -> str:
-    parts: list[str] = []
-    for name in (TOKEN, SAMPLE, SEQUENCE, OF_MICROBATCHES):
-        found = [(each, each.distances[name]) for each in updates if name in each.distances]
-        if name == SEQUENCE and all(each.distances.get(SEQUENCE) == each.distances.get(SAMPLE) for each in updates):
-            continue  # no row is packed
-        if len(found) < len(updates):
-            weights = [each.weight_distances[name] for each in updates if name in each.weight_distances]
-            parts.append(f"{name} cannot tell" + (f" (weights {max(weights):.2g})" if weights else ""))
-            continue
-        worst, distance = max(found, key=lambda pair: pair[0].error(name) or 0.0)
-        if worst.is_length_known:
-            parts.append(
-                f"{name} {distance.error:.2g} (length x {distance.length:.2f}, direction {distance.direction:.2g})"
-            )
-        else:
-            parts.append(f"{name} {distance.direction:.2g} in direction (length: cannot tell)")
-    return f"relative distance from {'; '.join(parts)}"
-
-
-def _find_miscounts(audit: Audit) -> list[str]:
+def find_miscounts(audit: Audit) -> list[str]:
+    """Return a line for each microbatch that is dropped, counted in part or more than once, or leaked."""
     found: list[str] = []
     for each in audit.updates:
         of_all = f"of {len(each.microbatches)}"
@@ -496,22 +422,12 @@ def _find_miscounts(audit: Audit) -> list[str]:
         if each.leaks > COUNT:
             found.append(f"{at} LEAKED into from an update before ({each.leaks:.2g} times)")
     if left := audit.left_over:
-        found.append(f"at the end {_plural(len(left), 'microbatch')} of {sum(left)} targets never stepped")
+        found.append(f"at the end {plural(len(left), 'microbatch')} of {sum(left)} targets never stepped")
     return found
 
 
-def _counted_text(audit: Audit) -> str:
-    if any(each.counts is None for each in audit.updates):
-        return "cannot tell"
-    if any(each.shares_counts for each in audit.updates):
-        return "cannot tell which of the microbatches with equal gradients is counted"
-    end = "nothing left over at the end" if audit.left_over == [] else "the end of the run was not watched"
-    num_empty = sum(each.num_empty for each in audit.updates)
-    empty = f"; {_plural(num_empty, 'microbatch')} had no target, and a gradient of zero" if num_empty else ""
-    return f"each microbatch once, none leaked into the next update; {end}{empty}"
-
-
-def _find_rank_differences(updates: Sequence[UpdateFindings]) -> list[str]:
+def find_rank_differences(updates: Sequence[UpdateFindings]) -> list[str]:
+    """Return lines on ranks whose gradients or weights differ."""
     found: list[str] = []
     worst = max((each.rank_difference for each in updates), default=0.0)
     if worst > SAME:
@@ -521,82 +437,9 @@ def _find_rank_differences(updates: Sequence[UpdateFindings]) -> list[str]:
     return found
 
 
-def _ranks_text(updates: Sequence[UpdateFindings]) -> str:
-    if updates[0].world == 1:
-        return "one"
-    complete = all(len({rank for rank, _ in each.microbatches}) == each.world for each in updates)
-    sizes = [
-        sum(record.num_targets for rank, record in updates[0].microbatches if rank == each)
-        for each in range(updates[0].world)
-    ]
-    shown = f"targets by rank {', '.join(map(str, sizes[:8]))} in update 1"
-    if not complete:
-        return f"cannot tell; {shown}"
-    return f"{'each holds its own shards' if updates[0].is_sharded else 'gradients and weights are equal'}; {shown}"
-
-
 def _find_scheduler(updates: Sequence[UpdateFindings]) -> list[str]:
     steps = [step for each in updates for step in each.scheduler_steps]
     return [f"scheduler: {max(steps)} steps per update"] if steps and max(steps) > 1 else []
-
-
-def _scheduler_text(updates: Sequence[UpdateFindings]) -> str:
-    steps = sorted({step for each in updates for step in each.scheduler_steps})
-    if not steps:
-        return "cannot tell"
-    if steps == [0]:
-        return "none stepped"
-    text = " or ".join(map(str, steps))
-    return f"{text} step{'s' * (steps != [1])} per update{' (WRONG: 1 is right)' if steps[-1] > 1 else ''}"
-
-
-def _collectives_text(updates: Sequence[UpdateFindings]) -> str:
-    if updates[0].world == 1:
-        return "none, one process"
-    counted = next((each.collectives for each in updates if each.collectives is not None), None)
-    if counted is None:
-        return "cannot tell"
-    parts = [f"{number} {name} of {_bytes_text(size)}" for name, (number, size) in sorted(counted.items())]
-    return ", ".join(parts) or "none"
-
-
-def _padding_text(updates: Sequence[UpdateFindings]) -> str:
-    rows = [(each, record) for each in updates for _, record in each.microbatches]
-    twice = sum(len(hashes) - len(set(hashes)) for hashes in (
-        [row for _, record in each.microbatches for row in record.row_hashes] for each in updates))  # fmt: skip
-    same = f"; {_plural(twice, 'sample')} seen twice in an update" if twice else "; no sample twice in an update"
-    if not rows or not all(record.row_tokens for _, record in rows):
-        return f"cannot tell (no attention_mask){same}"
-    tokens, positions = sum(sum(each.row_tokens) for _, each in rows), sum(each.num_positions for _, each in rows)
-    return f"{1 - tokens / max(positions, 1):.0%} of the computed tokens{_replanned_text(updates, positions)}{same}"
-
-
-def _replanned_text(updates: Sequence[UpdateFindings], positions: int) -> str:
-    """Return the padding with microbatches that are no larger than the largest here, cut by length."""
-    cap = max(record.num_positions for each in updates for _, record in each.microbatches)
-    computed = tokens = 0
-    for each in updates:
-        lengths = [max(1, size) for _, record in each.microbatches for size in record.row_tokens]
-        for part in plan(lengths, dp_degree=min(each.world, len(lengths)), max_microbatch_tokens=cap):
-            for rows in part.microbatches:
-                computed += len(rows) * max((part.lengths[row] for row in rows), default=0)
-        tokens += sum(lengths)
-    return f" ({1 - tokens / computed:.0%} if megabatch cuts them by length)" if computed < positions else ""
-
-
-def _change_text(audit: Audit) -> str:
-    if audit.ok:
-        return "nothing; the gradient is exact"
-    if audit.may_be_mean_of_means and not audit.problems:
-        return f"nothing if you mean one weight for each sample; else {INSTEAD.get(audit.updates[0].loop, INSTEAD[''])}"
-    if not audit.is_length_known and not audit.problems and (audit.error("any") or 0.0) <= SAME:
-        return "cannot tell; the direction is exact, and the length is not known"
-    if audit.error("any") is None and not audit.problems and any(each.weights is None for each in audit.updates):
-        return "cannot tell; megabatch.verify compares your loss with and without a cut"
-    loop = audit.updates[0].loop
-    if loop == MEGABATCH:
-        return "nothing of the loop, which is megabatch's; see the lines above"
-    return f"every token would weigh 1.00 with: {INSTEAD.get(loop, INSTEAD[''])}"
 
 
 def _find_unknown(audit: Audit, records: Sequence[Record]) -> Iterator[str]:
@@ -605,7 +448,7 @@ def _find_unknown(audit: Audit, records: Sequence[Record]) -> Iterator[str]:
     if any(not each.is_length_known for each in audit.updates):
         found.append("the gradient's length: something scales it between the last backward and the step")
     if not audit.updates:
-        found.append("no step of a torch optimizer followed a backward of a watched model")
+        found.append("no step of a torch optimizer followed a backward of a watched model; a compiled step is not seen")
     yield from dict.fromkeys(found)
 
 
@@ -613,70 +456,7 @@ def _numbers(indices: Sequence[int]) -> str:
     return ", ".join(str(index + 1) for index in indices)
 
 
-def _plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending if number != 1 else ''}"
-
-
-def _bytes_text(size: int) -> str:
-    for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size = size / 1000  # pyright: ignore[reportAssignmentType]
-    return f"{size:.3g} GB"
-
-
-# The page
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-pre { white-space: pre-wrap; background: #8881; padding: 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .2rem .8rem; text-align: right; }
-tr { border-bottom: 1px solid #8884; } .bar { fill: #3b7dd8; } .off { fill: #d8643b; } line { stroke: #888; }
-"""
-
-
-def _page_of(audit: Audit) -> str:
-    title = html.escape(str(audit).splitlines()[0])
-    parts = [f"<h1>{title}</h1>", f"<pre>{html.escape(str(audit))}</pre>"]
-    for each in audit.updates:
-        parts += [f"<h2>Update {each.number}</h2>", _chart_of(each), *_table_of(each)]
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
-
-
-def _chart_of(found: UpdateFindings) -> str:
-    """Return bars of the mean weight of each microbatch's tokens, and the line of the token mean."""
-    if found.weights is None:
-        return "<p>Weights of tokens: cannot tell.</p>"
-    means = [float(each.mean()) if each.numel() else 0.0 for each in found.weights]
-    top = max(1.0, *(abs(each) for each in means)) * 1.1
-    bars = [
-        f'<rect class="{"bar" if abs(mean - 1) <= SAME else "off"}" x="{20 * n + 2}" width="16" '
-        f'y="{100 - 100 * abs(mean) / top:.1f}" height="{100 * abs(mean) / top:.1f}"><title>microbatch {n + 1}: '
-        f"{mean:.4g}</title></rect>"
-        for n, mean in enumerate(means)
-    ]
-    width, y = 20 * len(means), 100 - 100 / top
-    line = f'<line x1="0" x2="{width}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return f'<svg width="{width}" height="100" role="img" aria-label="weights">{"".join(bars)}{line}</svg>'
-
-
-def _table_of(found: UpdateFindings) -> Iterator[str]:
-    names = ("microbatch", "rank", "targets", "samples", "least weight", "mean weight", "largest weight", "counted")
-    yield f"<table><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
-    for number, (rank, record) in enumerate(found.microbatches):
-        weights = None if found.weights is None or not record.num_targets else found.weights[number]
-        shown = (
-            ["-"] * 3
-            if weights is None
-            else [f"{float(x):.4g}" for x in (weights.min(), weights.mean(), weights.max())]
-        )
-        count = "-" if found.counts is None else f"{found.counts[number]:.4g}"
-        cells = [number + 1, rank, record.num_targets, len(record.row_hashes), *shown, count]
-        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-    yield "</table><table><tr><th>gradient from</th><th>error</th><th>length</th><th>direction</th></tr>"
-    for name, each in found.distances.items():
-        cells = (name, f"{each.error:.4g}", f"x {each.length:.4g}", f"{each.direction:.4g}")
-        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-    yield "</table>"

@@ -50,14 +50,15 @@ def test_the_status_follows_the_error(
     said = capsys.readouterr().out
     assert f"a page to look at: {folder / PAGE}" in said
     assert ("FAILED" in said) == bool(status)
-    assert "<h2>Update 1</h2>" in (folder / PAGE).read_text()
+    assert "Microbatches of update 1" in (folder / PAGE).read_text()
 
 
 def test_what_no_process_notes_cannot_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shell = ("sh", "-c", "exit 3")
     assert run_audited(Arguments(shell, to=tmp_path / "a")) == 3
     assert "cannot tell, no update was seen" in capsys.readouterr().out
-    assert run_audited(Arguments(("true",), to=tmp_path / "b", fail_over=0.01)) == 1
+    assert run_audited(Arguments(("true",), to=tmp_path / "b", fail_over=0.01)) == 0
+    assert "--fail-over 0.01: cannot tell, so it does not fail" in capsys.readouterr().out
 
 
 def test_an_audit_is_never_written_over(
@@ -144,17 +145,22 @@ def test_a_script_that_asks_for_torch_before_it_imports_it_is_watched(tmp_path: 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "verdict", "factors"),
+    ("kind", "trainer", "verdict", "factors"),
     [
-        ("trainer", "exact: the token mean", (1, 1, 1)),
-        ("trainer-mean", "NOT exact: mean of microbatch means", (4, 4, 2)),
-        ("accelerate", "NOT exact: mean of microbatch means", (1, 1, 0.5)),
-        ("lightning", "NOT exact: mean of microbatch means", (1, 1, 0.5)),
-        ("sft", "NOT exact: token mean", (0.97, 0.97, 0.97)),  # counts first labels, which GPT-2 does not predict
+        ("trainer", "Trainer", "exact: the token mean", (1, 1, 1)),
+        ("trainer-mean", "OwnMean", "NOT exact: mean of microbatch means", (4, 4, 2)),
+        ("accelerate", "", "NOT exact: mean of microbatch means", (1, 1, 0.5)),
+        ("lightning", "Module", "NOT exact: mean of microbatch means", (1, 1, 0.5)),
+        (
+            "sft",
+            "SFTTrainer",
+            "NOT exact: token mean",
+            (0.97, 0.97, 0.97),
+        ),  # counts first labels, which GPT-2 does not predict
     ],
 )
 def test_errors_of_unmodified_loops_are_found_and_weights_are_bit_equal(
-    tmp_path: Path, kind: str, verdict: str, factors: tuple[float, ...]
+    tmp_path: Path, kind: str, trainer: str, verdict: str, factors: tuple[float, ...]
 ) -> None:
     said, watched = run_loop(kind, tmp_path / "audited", "--fail-over", "0.01")
     (line,) = [each for each in said.splitlines() if each.startswith("megabatch audit of")]
@@ -162,6 +168,7 @@ def test_errors_of_unmodified_loops_are_found_and_weights_are_bit_equal(
     assert f"status {int('NOT' in verdict)}" in said
     found, others = read_findings(tmp_path / "audited" / "audit", "")
     assert others == 0
+    assert found.loop.trainer == trainer
     assert [each.factor for each in found.updates] == pytest.approx(factors, abs=0.03)
     assert found.left_over == []
     assert not found.unknown

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +23,13 @@ from torch.nn.utils import clip_grad_norm_  # by value, as scripts import it
 import megabatch
 from megabatch import Audit, MegabatchError, PlanError
 from megabatch.torch_private import hooks_before_grad
+from megabatch.train.report.html import asset
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.verification.audit_advice import DIFFS, advise
 from megabatch.verification.audit_measures import NUM_BINS, NUM_SIGNS, Sketcher, measure_weights
-from megabatch.verification.audit_records import UpdateRecord
+from megabatch.verification.audit_page import STYLE
+from megabatch.verification.audit_records import LoopRecord, UpdateRecord
+from megabatch.verification.audit_report import MEGABATCH
 from tests.train.on_ranks import on_ranks
 
 CLASSES, ACCUMULATED = 32, 4
@@ -429,7 +434,8 @@ def test_a_sample_mean_that_is_a_mean_of_means_is_not_called_right() -> None:
     assert found.may_be_mean_of_means
     assert not found.ok
     (verdict,) = [line for line in str(found).splitlines() if "also the mean of microbatch means" in line]
-    assert "and not the mean over tokens (" in verdict
+    assert verdict.startswith("megabatch audit: depends: the sample mean")
+    assert verdict.endswith("% off the token mean")
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
@@ -540,7 +546,118 @@ def test_findings_go_through_lines_and_a_page() -> None:
     assert str(again) == str(found)
     page = found.page()
     assert "counted 2 times" in page
-    assert "http" not in page  # it loads nothing
+    assert "http://" not in page  # it loads nothing
+    assert "https://" not in page
+
+
+def colours(style: str) -> list[tuple[str, str]]:
+    return re.findall(r"(--[a-z-]+): (#[0-9a-f]{6})", style)
+
+
+def test_the_page_has_the_colours_of_a_run_s() -> None:
+    report = set(colours(asset("page.css")))
+    assert len(colours(STYLE)) == 20
+    assert set(colours(STYLE)) <= report
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark", "change"),
+    [("exact", "✓", "Nothing; the gradient is exact"), ("twice", "✗", "Every microbatch would count once with")],
+)
+def test_the_page_has_a_verdict_and_a_change(kind: str, mark: str, change: str) -> None:
+    page = audited(kind).page()
+    assert f'aria-hidden="true">{mark}</div>' in page
+    assert change in page
+    assert ("+    with gradient.microbatch(index, of=4" in page) == (kind == "twice")
+    assert page.count('class="bar ') == len(LENGTHS)
+
+
+def test_a_loop_is_shown_its_line() -> None:
+    found = audited("means")
+    assert (found.loop.library, found.loop.file) == ("", "test_audit.py")
+    assert found.loop.code == "optimizer.step()"
+    assert advise(found).diff.startswith(f"--- test_audit.py, line {found.loop.line}\n")
+
+
+@pytest.mark.parametrize("library", [*DIFFS, "torchtune", MEGABATCH])
+def test_each_library_has_a_change(library: str) -> None:
+    records = audited("means").records
+    loop = LoopRecord(library, "OwnTrainer", "train.py", 7, "trainer.train()")
+    found = Audit.from_records(replace(each, loop=loop) if isinstance(each, UpdateRecord) else each for each in records)
+    advice = advise(found)
+    assert "\n" not in advice.text
+    assert ("OwnTrainer" in advice.text) == (library in ("TRL", "Trainer", "Lightning", "sentence-transformers"))
+    assert bool(advice.diff) == (library in DIFFS)
+
+
+# Losses of preferences and policies
+
+
+def audited_policy(size: int) -> Audit:
+    """Updates of log-probabilities times advantages of both signs, ``size`` samples to a microbatch."""
+    model, advantages = LM(), (1.0, -0.5, 0.25, -1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model) as found:
+        for window in windows()[:2]:
+            weighed = list(zip(window, advantages, strict=True))
+            for start in range(0, len(window), size):
+                losses = [
+                    advantage * loss_of(model, ids, reduction="sum") for ids, advantage in weighed[start : start + size]
+                ]
+                (torch.stack(losses).sum() / targets_of(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_weights_of_both_signs_are_no_verdict(size: int) -> None:
+    found = audited_policy(size)
+    assert str(found).startswith("megabatch audit: cannot tell: a preference or policy loss")
+    assert found.error("any") is None
+    assert not found.ok
+    assert "the same for all tokens of a sample in 4 of 4 samples" in str(found)
+    assert "megabatch.verify compares" in advise(found).text
+    assert 'class="bar negative"' in found.page() or size == 4
+
+
+def test_a_fault_of_a_policy_loss_is_named() -> None:
+    found = audited_policy(1)
+    for update in found.updates:
+        assert update.counts is not None
+        update.counts[0] = 0.0
+    assert "and other things are WRONG" in str(found).splitlines()[0]
+
+
+def test_a_sample_mean_is_claimed_only_where_it_is_near() -> None:
+    """Microbatches of two samples of unequal length: a mean of means is neither mean."""
+    model = LM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model) as found:
+        for start in (0, 2):
+            pair = samples()[start : start + 2]
+            losses = [loss_of(model, ids, reduction="sum") for ids in pair]
+            (torch.stack(losses).sum() / targets_of(pair) / 2).backward()
+        optimizer.step()
+    assert not found.may_be_mean_of_means
+    assert str(found).startswith("megabatch audit: NOT exact: mean of microbatch means\n")
+    assert "every token would weigh 1.00 with: gradient.microbatch" in str(found)
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_names_the_variable() -> None:
+    class Compiled(LM):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return F.cross_entropy(super().forward(input_ids)[0, :-1], input_ids[0, 1:])
+
+    model: Any = torch.compile(Compiled(), backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit() as found:
+        model(samples()[1][None]).backward()
+        optimizer.step()
+    found.command = "python train.py"
+    assert str(found).startswith("megabatch audit of python train.py: cannot tell what a token weighs")
+    assert "TORCH_COMPILE_DISABLE=1 megabatch audit -- python train.py" in str(found)
 
 
 # Two ranks

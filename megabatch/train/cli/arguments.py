@@ -159,7 +159,7 @@ class Audit:
     mean: Literal["token", "sample", "sequence", "any"] = "token"
     """The mean that --fail-over compares the gradient with."""
     fail_over: float | None = None
-    """Status 1 where the gradient's relative error is above it or cannot be told, or anything else is wrong."""
+    """Status 1 if the gradient's relative error is above it, or anything else is wrong; 0 where it cannot be told."""
 
 
 @dataclass(frozen=True)

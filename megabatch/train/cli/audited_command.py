@@ -105,7 +105,7 @@ def begin_audit() -> None:
 def run_audited(asked: Arguments) -> int:
     """Run the command, print the findings, write the page; return the exit status.
 
-    It is the command's own if that failed, and else 1 where ``fail_over`` is exceeded.
+    It is the command's own if that failed, and else 1 where ``fail_over`` is known to be exceeded.
 
     Raises:
         MegabatchError: The command cannot be started, or the folder holds something else.
@@ -166,14 +166,24 @@ def report(asked: Arguments, folder: Path, status: int) -> int:
     print_line(f"a page to look at: {page}")
     if asked.fail_over is None:
         return status
-    error = found.error(asked.mean)
-    is_fine = error is not None and error <= asked.fail_over and found.is_length_known and not found.problems
-    measured = (
-        "cannot tell" if error is None or not found.is_length_known else f"{error:.2g} from the {asked.mean} mean"
-    )
-    problems = f"; {'; '.join(found.problems)}" if found.problems else ""
-    print_line(f"--fail-over {asked.fail_over:g}: {'passed' if is_fine else 'FAILED'}, {measured}{problems}")
-    return status or (0 if is_fine else CRASHED)
+    verdict, has_failed = check(found, asked.mean, asked.fail_over)
+    print_line(f"--fail-over {asked.fail_over:g}: {verdict}")
+    return status or (CRASHED if has_failed else 0)
+
+
+def check(found: Any, mean: str, limit: float) -> tuple[str, bool]:
+    """Return the words of ``--fail-over``, and True if something is known to be wrong."""
+    error = found.error(mean)
+    faults = f"; {'; '.join(found.problems)}" if found.problems else ""
+    if error is None:
+        measured = "cannot tell"
+    else:
+        measured = f"{error:.2g} from the {mean} mean{'' if found.is_length_known else ' in direction'}"
+    if found.problems or (error is not None and error > limit):
+        return f"FAILED, {measured}{faults}", True
+    if error is None or not found.is_length_known:
+        return f"cannot tell, so it does not fail{'' if error is None else f' ({measured})'}", False
+    return f"passed, {measured}", False
 
 
 def read_findings(folder: Path, command: str) -> tuple[Any, int]:

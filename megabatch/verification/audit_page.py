@@ -1,0 +1,285 @@
+"""The page of an audit: a verdict, a picture of the weights, one change, and the details folded. It loads nothing."""
+
+import html
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megabatch.verification.audit_advice import advise
+from megabatch.verification.audit_report import SAME, TOKEN, Audit, UpdateFindings
+from megabatch.verification.audit_text import UNKNOWN, facts_of, percent, verdict_of, weights_text
+
+MAX_BARS = 160  # of the picture; the tables have all microbatches
+MAX_NUMBERED = 16  # bars with their numbers above
+ROOM = 12  # a picture of so many shares has no room for the number 0 beside 1.00
+MARKS = {"exact": ("✓", "good"), "NOT": ("✗", "bad")}  # first word of the verdict → its mark; others get "?"
+# The colours of report.html: megabatch/train/report/assets/page.css.
+STYLE = """
+:root { --ground: #ffffff; --raised: #f6f7f9; --ink: #1d2733; --muted: #5d6a78; --line: #dfe3e8; --accent: #2463a8;
+  --warm: #b4600f; --leaf: #3c7d54; --plum: #7a4f9c; --rose: #b03a5b; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #12161b; --raised: #1a2027; --ink: #e4e9ee; --muted: #9aa6b2; --line: #2b343d; --accent: #74b0f2;
+    --warm: #eb9d4d; --leaf: #74bd8d; --plum: #b796d6; --rose: #ea839f; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1120px; padding: 28px 24px 48px; background: var(--ground); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif; }
+header { display: grid; grid-template-columns: auto minmax(0, 1fr); gap: 0 16px; align-items: center; }
+.mark { grid-row: span 2; width: 52px; height: 52px; border-radius: 50%; border: 3px solid var(--tone);
+  color: var(--tone); font-size: 28px; font-weight: 700; display: grid; place-items: center; }
+.good { --tone: var(--leaf); } .bad { --tone: var(--rose); } .open { --tone: var(--warm); }
+h1 { margin: 0; font-size: 26px; line-height: 1.2; overflow-wrap: anywhere; }
+h2 { margin: 0 0 4px; font-size: 18px; }
+section { margin-top: 36px; }
+p { margin: 4px 0; max-width: 78ch; }
+.hint, footer, header p { color: var(--muted); font-size: 13px; overflow-wrap: anywhere; }
+footer { margin-top: 48px; border-top: 1px solid var(--line); padding-top: 12px; }
+dl { display: flex; flex-wrap: wrap; gap: 10px 36px; margin: 18px 0 0; }
+dt { color: var(--muted); font-size: 13px; } dd { margin: 0; font-size: 19px; font-variant-numeric: tabular-nums; }
+figure { margin: 12px 0 0; }
+.plot { position: relative; height: 240px; margin: 0 0 0 44px; font-size: 12px; color: var(--muted); }
+.bars { position: absolute; inset: 0; display: flex; gap: 18px; }
+.update { position: relative; display: flex; gap: 2px; flex: var(--number) 1 0; min-width: 0;
+  max-width: calc(var(--number) * 64px); border-left: 1px solid var(--line); }
+.update > b { position: absolute; top: 100%; left: 0; padding-top: 4px; font-weight: 400; white-space: nowrap; }
+.bar { position: relative; flex: 1 1 0; min-width: 0; }
+.bar i { position: absolute; left: 0; right: 0; border-radius: 2px; background: var(--color); }
+.bar u { position: absolute; left: calc(50% - 1px); width: 2px; background: var(--ink); opacity: .55; }
+.bar s { position: absolute; left: -20px; right: -20px; width: max-content; margin: 2px auto; padding: 0 3px;
+  z-index: 2; background: var(--ground); color: var(--ink); text-decoration: none; font-variant-numeric: tabular-nums; }
+.same { --color: var(--accent); } .off { --color: var(--warm); } .negative { --color: var(--plum); }
+.level { position: absolute; left: 0; right: 0; border-top: 1px solid var(--line); }
+.level.one { border-top: 2px dashed var(--ink); z-index: 1; }
+.level span { position: absolute; right: 100%; top: -9px; padding-right: 8px; white-space: nowrap; }
+.level.one span { color: var(--ink); font-weight: 600; }
+figcaption { margin: 30px 0 0; font-size: 13px; color: var(--muted); display: flex; flex-wrap: wrap; gap: 2px 18px; }
+.key { white-space: nowrap; }
+.key i { display: inline-block; width: 10px; height: 10px; margin-right: 6px; border-radius: 2px;
+  background: var(--color); }
+pre { overflow-x: auto; padding: 10px 12px; border-radius: 6px; background: var(--raised); font-size: 13px; }
+pre span { display: block; }
+.plus { color: var(--leaf); } .minus { color: var(--rose); } .place { color: var(--muted); }
+details { margin-top: 8px; } summary { width: fit-content; padding: 4px 0; color: var(--accent); cursor: pointer; }
+:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { font-weight: 600; color: var(--muted); } td.words, th.words { text-align: left; }
+td.words { white-space: normal; overflow-wrap: anywhere; min-width: 12ch; vertical-align: top; }
+@media (max-width: 700px) {
+  body { padding: 18px 14px 36px; } h1 { font-size: 20px; }
+  .plot { height: 200px; margin-left: 36px; } .bar s { display: none; }
+  .bars { gap: 10px; } dl { display: grid; grid-template-columns: 1fr 1fr; gap: 12px 16px; }
+}
+"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def page_of(audit: Audit) -> str:
+    """Return the page as HTML."""
+    verdict = verdict_of(audit)
+    mark, tone = MARKS.get(verdict.partition(":")[0].split()[0].rstrip(","), ("?", "open"))
+    if audit.problems:
+        mark, tone = MARKS["NOT"]
+    elif mark == "✓" and not audit.ok:
+        mark, tone = "?", "open"
+    command = audit.command or "a training loop"
+    body = [
+        f'<header class="{tone}"><div class="mark" aria-hidden="true">{mark}</div><h1>{_text(_sentence(verdict))}</h1>',
+        f"<p>megabatch audit of {_text(command)}</p></header><main>",
+        *_facts(audit),
+        *_picture(audit),
+        *_change(audit),
+        *_details(audit),
+        "</main><footer>docs/audit.md explains each line and how the audit knows it.</footer>",
+    ]
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<link rel="icon" href="data:,"><title>{_text(f"Audit of {command}: {verdict}")}</title><style>{STYLE}</style>'
+    )
+    return f'<!doctype html><html lang="en" data-ready><head>{head}</head><body>{"".join(body)}</body></html>\n'
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _facts(audit: Audit) -> Iterator[str]:
+    if not audit.updates:
+        return
+    error = audit.error("token")
+    weights = [weight for update in audit.updates if update.weights is not None for weight in update.weights]
+    flat = torch.cat(weights) if weights else torch.empty(0)
+    facts: dict[str, str] = {}
+    if error is not None:
+        facts["gradient off the token mean"] = percent(error)
+    if flat.numel():
+        facts |= {"lightest token": f"{float(flat.min()):.2f}", "heaviest token": f"{float(flat.max()):.2f}"}
+    facts["optimizer steps"] = str(len(audit.updates))
+    facts["microbatches"] = str(sum(len(update.microbatches) for update in audit.updates))
+    if flat.numel():
+        facts["target tokens"] = f"{flat.numel():,}"
+    yield f"<dl>{''.join(f'<div><dt>{name}</dt><dd>{value}</dd></div>' for name, value in facts.items())}</dl>"
+
+
+# The picture
+
+
+def _picture(audit: Audit) -> Iterator[str]:
+    updates = [update for update in audit.updates if update.weights is not None and update.num_targets]
+    if not updates:
+        return
+    shown, num_bars = list[UpdateFindings](), 0
+    for update in updates:
+        if shown and num_bars + len(update.microbatches) > MAX_BARS:
+            break
+        shown.append(update)
+        num_bars += len(update.microbatches)
+    flat = torch.cat([weights for update in shown for weights in update.weights or []])
+    top = max(1.2, float(flat.max()) * 1.12)
+    bottom = min(0.0, float(flat.min()) * 1.12)
+    scale = _Scale(bottom, top)
+    levels = "".join(_level(value, scale) for value in _levels(bottom, top))
+    groups = "".join(_bars(update, scale, is_numbered=num_bars <= MAX_NUMBERED) for update in shown)
+    is_inside = any(_range(weights) > SAME for update in shown for weights in update.weights or [] if weights.numel())
+    names = {"same": "1.00: each token counts the same", "off": "counts more or less"}
+    if audit.is_signed:
+        names = {"same": "positive: made likelier", "negative": "negative: made less likely"}
+    keys = [
+        *(f'<span class="key {kind}"><i></i>{name}</span>' for kind, name in names.items()),
+        "<span>thin line: least to largest inside the microbatch</span>" if is_inside else "",
+        f"<span>the first {len(shown)} of {len(updates)} updates</span>" if len(shown) < len(updates) else "",
+    ]
+    sentence = _text(weights_text(updates))
+    yield '<section><h2>What a token weighs, by microbatch</h2><p class="hint">Mean over the tokens of a microbatch. '
+    yield "At 1.00 every target token of the optimizer step counts the same.</p>"
+    yield f'<figure><div class="plot" role="img" aria-label="{sentence}">{levels}<div class="bars">{groups}</div></div>'
+    yield f"<figcaption>{''.join(keys)}</figcaption></figure></section>"
+
+
+class _Scale:
+    """Percent from the top of the picture."""
+
+    def __init__(self, bottom: float, top: float) -> None:
+        self.bottom, self.top = bottom, top
+
+    def place(self, value: float) -> float:
+        return 100 * (self.top - value) / (self.top - self.bottom)
+
+    def between(self, low: float, high: float) -> str:
+        return f"top:{self.place(high):.2f}%;height:{self.place(low) - self.place(high):.2f}%"
+
+
+def _levels(bottom: float, top: float) -> list[float]:
+    """Return the levels with a line: 0, 1, and whole steps that leave room for their numbers."""
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000, 10**9) if (top - bottom) / step <= 8)
+    others = [value * step for value in range(int(bottom / step), int(top / step) + 1)]
+    room = (top - bottom) / 12
+    return [0.0, 1.0, *(value for value in others if value and abs(value - 1) > room)]
+
+
+def _level(value: float, scale: _Scale) -> str:
+    number = "1.00" if value == 1 else f"{value:g}"
+    if value == 0 and scale.top - scale.bottom > ROOM:
+        number = ""
+    kind = "level one" if value == 1 else "level"
+    return f'<div class="{kind}" style="top:{scale.place(value):.2f}%"><span>{number}</span></div>'
+
+
+def _range(weights: Tensor) -> float:
+    return float(weights.max() - weights.min())
+
+
+def _bars(update: UpdateFindings, scale: _Scale, *, is_numbered: bool) -> str:
+    bars: list[str] = []
+    for number, weights in enumerate(update.weights or []):
+        mean = float(weights.mean()) if weights.numel() else 0.0
+        kind = "same" if update.is_signed or abs(mean - 1) <= SAME else "off"
+        kind = "negative" if mean < 0 else kind
+        label = f"update {update.number}, microbatch {number + 1}: {mean:.2f}"
+        parts = [f'<i style="{scale.between(min(0.0, mean), max(0.0, mean))}"></i>']
+        if weights.numel() and _range(weights) > SAME:
+            parts.append(f'<u style="{scale.between(float(weights.min()), float(weights.max()))}"></u>')
+        if is_numbered:
+            edge = f"bottom:{100 - scale.place(mean):.2f}%" if mean >= 0 else f"top:{scale.place(mean):.2f}%"
+            parts.append(f'<s style="{edge}">{mean:.2f}</s>')
+        bars.append(f'<div class="bar {kind}" title="{label}">{"".join(parts)}</div>')
+    number = max(1, len(update.microbatches))
+    return f'<div class="update" style="--number:{number}"><b>update {update.number}</b>{"".join(bars)}</div>'
+
+
+# The change and the details
+
+
+def _change(audit: Audit) -> Iterator[str]:
+    advice = advise(audit)
+    yield f"<section><h2>Change</h2><p>{_text(_sentence(advice.text))}.</p>"
+    if advice.diff:
+        lines: list[str] = []
+        for line in advice.diff.splitlines():
+            kind = "place" if line.startswith("---") else {"+": "plus", "-": "minus"}.get(line[0], "")
+            lines.append(f'<span class="{kind}">{_text(line)}</span>')
+        yield f"<pre>{''.join(lines)}</pre>"
+    yield "</section>"
+
+
+def _details(audit: Audit) -> Iterator[str]:
+    yield "<section><h2>Details</h2>"
+    if audit.updates:
+        rows = [[name, _text(text)] for name, text in facts_of(audit)]
+        yield _folded("Counts, ranks, scheduler and padding", _table(["", ""], rows, num_words=2))
+    if any(update.distances for update in audit.updates):
+        yield _folded("How far the gradient is from each mean", _distances(audit.updates))
+    for update in audit.updates:
+        yield _folded(f"Microbatches of update {update.number}", _microbatches(update))
+    reasons = [*audit.unknown, "terms of the loss beside its cross-entropy"]
+    yield _folded("What the audit cannot tell", "".join(f"<p>{_text(reason)}</p>" for reason in reasons))
+    yield _folded("As the terminal prints it", f"<pre>{_text(str(audit))}</pre>")
+    yield "</section>"
+
+
+def _folded(title: str, inner: str) -> str:
+    return f'<details><summary>{title}</summary><div class="scroll">{inner}</div></details>'
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[object]], num_words: int = 0) -> str:
+    kinds = [' class="words"' * (column < num_words) for column in range(len(names))]
+    head = "".join(f"<th{kind}>{name}</th>" for kind, name in zip(kinds, names, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>" for row in rows
+    )
+    return f"<table>{f'<tr>{head}</tr>' if any(names) else ''}{body}</table>"
+
+
+def _distances(updates: Sequence[UpdateFindings]) -> str:
+    rows = [
+        [name, update.number, percent(distance.error), f"{distance.length:.2f} times", percent(distance.direction)]
+        for update in updates
+        for name, distance in update.distances.items()
+        if update.world > 1 or name != "mean of rank means"
+    ]
+    rows.sort(key=lambda row: (row[0] != TOKEN, row[0], row[1]))
+    return _table(["mean", "update", "gradient off", "length", "direction off"], rows, num_words=1)
+
+
+def _microbatches(update: UpdateFindings) -> str:
+    rows: list[list[object]] = []
+    for number, (rank, record) in enumerate(update.microbatches):
+        weights = None if update.weights is None or not record.num_targets else update.weights[number]
+        count = UNKNOWN if update.counts is None else f"{update.counts[number] / update.usual_count:.2f}"
+        rows.append([number + 1, rank, record.num_targets, len(record.row_hashes), _weight(weights), count])
+    names = ["microbatch", "rank", "targets", "samples", "a token weighs", "times in the gradient"]
+    return _table(names, rows)
+
+
+def _weight(weights: Tensor | None) -> str:
+    if weights is None:
+        return UNKNOWN
+    least, most = f"{float(weights.min()):.2f}", f"{float(weights.max()):.2f}"
+    return least if least == most else f"{least} to {most}"
