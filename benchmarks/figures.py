@@ -1,4 +1,4 @@
-"""Draw the figures of the README from committed results: `python -m benchmarks.figures`, or `make figures`.
+"""Draw the figures of README and docs from committed results: `python -m benchmarks.figures`, or `make figures`.
 
 Each figure is an SVG for light pages and one for dark pages, in docs/assets. It names the results that it was drawn
 from, with their hashes; tests/test_figures.py fails where a result is newer than its figure. The screenshots of a run's

@@ -1,4 +1,4 @@
-"""The figures of the README are those of the newest results."""
+"""The figures of the README and the docs are those of the newest results."""
 
 import re
 
@@ -19,10 +19,21 @@ def test_a_figure_is_drawn_from_the_newest_results(figure: figures.Figure, theme
     assert drawn == figures.draw(figure, theme), "run make figures"
 
 
-def test_the_readme_shows_every_picture_in_light_and_dark() -> None:
-    shown = re.findall(r'(?:srcset|src)="(docs/assets/[^"]+)"', READ["README.md"])
-    assert {f"docs/assets/{figure.name}-{theme}.svg" for figure, theme in CASES} <= set(shown)
-    assert all((figures.result.ROOT / each).is_file() for each in shown)
-    for picture in re.findall(r"<picture>.*?</picture>", READ["README.md"], re.DOTALL):
+SHOWN = {"README.md": "docs/assets/", "docs/benchmarks.md": "assets/"}  # page → where its pictures are
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_a_picture_is_shown_in_light_and_dark(page: str) -> None:
+    pictures = re.findall(r"<picture>.*?</picture>", READ[page], re.DOTALL)
+    assert pictures
+    for picture in pictures:
         assert re.search(r'media="\(prefers-color-scheme: dark\)" srcset="[^"]+-dark\.\w+"', picture)
         assert re.search(r'<img src="[^"]+-light\.\w+" alt="[^"]{20,}"', picture)
+        for path in re.findall(r'(?:srcset|src)="([^"]+)"', picture):
+            assert path.startswith(SHOWN[page])
+            assert (figures.ASSETS / path.removeprefix(SHOWN[page])).is_file()
+
+
+def test_every_figure_is_shown() -> None:
+    shown = {name for page in SHOWN for name in re.findall(r'(?:srcset|src)="[^"]*assets/([^"]+)"', READ[page])}
+    assert {f"{figure.name}-{theme}.svg" for figure, theme in CASES} <= shown
