@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, losses
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.checkpoints import tensor_files as checkpoint
 from megabatch.train.checkpoints.export import export
+from megabatch.train.checkpoints.exported_tokenizer import save_tokenizer
 from megabatch.train.checkpoints.run_folder import recipe_text
 from megabatch.train.config import Config, ModelConfig
-from megabatch.train.model.architecture import architecture_of, load_tokenizer
+from megabatch.train.model.architecture import architecture_of, load_tokenizer, silence
 from megabatch.train.model.build import build
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.trust import sealed
@@ -81,6 +82,42 @@ def test_an_exported_model_is_the_trained_one(tmp_path: Path, family: str, keys:
     tokenizer = load_tokenizer(ModelConfig(name=str(tmp_path / "out")))
     assert isinstance(tokenizer, ByT5Tokenizer)
     assert tokenizer("ab")["input_ids"] == [100, 101, 1]
+
+
+FAMILIES = [
+    "llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo2",
+    "smollm3", "modernbert", "bert", "mixtral", "qwen3_moe", "deepseek_v3", "granite", "starcoder2", "cohere",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokenizer_of_bytes_is_loaded_for_every_model_type(tmp_path: Path, family: str) -> None:
+    trained = load_tokenizer(ModelConfig(config={"model_type": family}))
+    with silence():
+        AutoConfig.for_model(family).save_pretrained(tmp_path)
+        assert save_tokenizer(trained, tmp_path) == ""
+        loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("ab", "", "Grüße 🙂\n\t\x00 a  b", " x</s>y <extra_id_0><pad>"):
+        ids = trained(text)["input_ids"]
+        assert loaded(text)["input_ids"] == ids
+        assert loaded.decode(ids) == trained.decode(ids)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert loaded.apply_chat_template(chat, tokenize=False) == trained.apply_chat_template(chat, tokenize=False)
+    again = load_tokenizer(ModelConfig(name=str(tmp_path)))
+    assert isinstance(again, ByT5Tokenizer)
+    assert again.chat_template == trained.chat_template
+
+
+def test_a_tokenizer_that_is_read_otherwise_is_a_warning(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
+
+    base: Any = ByT5Tokenizer
+
+    class Other(base):
+        def __call__(self, text: Any, **options: Any) -> Any:
+            return {"input_ids": [7]}
+
+    assert save_tokenizer(Other(), tmp_path).startswith("AutoTokenizer reads other ids")
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.checkpoints.exported_tokenizer import save_tokenizer
 from megabatch.train.checkpoints.metadata import DamagedError, describe_age, first_difference, read_meta
 from megabatch.train.checkpoints.paths import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
 from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint
@@ -76,8 +77,7 @@ def export(
     with writing(to) as beside, silence():
         model.save_pretrained(beside)
         tokenizer = load_tokenizer(config.model)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
+        unread = "" if tokenizer is None else save_tokenizer(tokenizer, beside)
         for path in beside.rglob("*.safetensors"):
             path.chmod(next(beside.glob("*config.json")).stat().st_mode)  # they are made for the owner's eyes alone
     which = "the average of the weights" if weights.num_averaged else "the weights"
@@ -87,7 +87,8 @@ def export(
         else f"{type(model).__name__}, {config.model.dtype}, safetensors"
     )
     said = f"wrote {which} of {checkpoint} to {to}: {kind}"
-    return "\n".join([*(f"warning: {line}" for line in (*chosen.warnings, *describe_age(checkpoint))), said])
+    warnings = [*chosen.warnings, *describe_age(checkpoint), *([unread] if unread else [])]
+    return "\n".join([*(f"warning: {line}" for line in warnings), said])
 
 
 def exported(config: Config, weights: Checkpointed, checkpoint: Path, *, merged: bool) -> Any:

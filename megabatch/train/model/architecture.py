@@ -42,6 +42,7 @@ OWNED_KEYS = {  # of model.config, that the trainer sets
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # transformers' own code
 DTYPES = re.compile(r"\b(Double|Float|Half|BFloat16|Float16|Float32|Float64)\b")  # in torch's words
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
+BYTES_MARK = "megabatch_bytes"  # in the tokenizer_config.json of an export, whose class has a tokenizer.json
 BYTES_TEMPLATE = """\
 {% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}\
 {% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\
@@ -280,7 +281,8 @@ def is_bytes(folder: Path) -> bool:
     described = folder / "tokenizer_config.json"
     if not described.is_file():
         return False
-    return json.loads(described.read_text(encoding="utf-8")).get("tokenizer_class") == BYTES_CLASS
+    values = json.loads(described.read_text(encoding="utf-8"))
+    return values.get("tokenizer_class") == BYTES_CLASS or bool(values.get(BYTES_MARK))
 
 
 @contextlib.contextmanager
