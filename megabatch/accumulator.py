@@ -135,9 +135,9 @@ class GradientAccumulator:
             twice.
         shapes: Fill each microbatch up to one of at most so many shapes, rows x tokens, so that ``torch.compile`` with
             ``dynamic=False`` compiles as many graphs. The first `forward_backward` chooses them from the lengths of all
-            ranks, and tries on a few tokens that filling up does not change the gradient. `state_dict` keeps them. It
-            needs a model of transformers without experts, and ``losses.next_token`` or ``losses.classification``. With
-            `OneRow` few tokens fill up. Padded rows take many more, and a longer sample in a later call adds a shape.
+            ranks, and `state_dict` keeps them. It needs a model of transformers without experts and without code of
+            your own, and ``losses.next_token`` or ``losses.classification``. With `OneRow` few tokens fill up. Padded
+            rows take many more, and a longer sample in a later call adds a shape.
 
     Attributes:
         fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.
@@ -227,7 +227,7 @@ class GradientAccumulator:
             self._refuse_same_bits(f"shapes={shapes}")
             from megabatch.autotune.few_shapes import FewShapes
 
-            self._shapes = FewShapes(shapes, model, self._wrapper, self._planner, self._wide, padding)
+            self._shapes = FewShapes(shapes, self._wrapper, self._planner, padding)
         self._ownership = Ownership(self._wrapper)
         self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # by loss, makes a dummy
         self._was_finite: Tensor | bool = True  # False if the update of these samples was not finite
@@ -543,7 +543,8 @@ class GradientAccumulator:
             if self._tuner is not None and is_limit_open:
                 self.tune(batch, loss_fn)
             if chooses_shapes:  # by the limit
-                self._choose_shapes(batch, loss_fn)
+                with self._guarded():
+                    self._planner = self._shapes.fitted(self._planner, batch, loss_fn)
         run_call = self._wrapper.run_call or getattr(loss_fn, "run_call", None) or self._run_call
         with (
             self._guarded("forward_backward()"),
@@ -568,23 +569,6 @@ class GradientAccumulator:
                     add_terms(sums, part)
                 del step  # with its microbatch, before the next is made
         return sums
-
-    def _choose_shapes(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:
-        """Choose the shapes of later calls, and try them in updates of their own, which leave nothing behind."""
-        shapes, tuner, meter, opened, planner = self._shapes, self._tuner, self._meter, self._open, self._planner
-
-        def run(trial: MicrobatchPlanner, samples: Batch) -> list[Tensor | None]:
-            self._planner = trial
-            self.forward_backward(samples, loss_fn)
-            self.finalize()
-            return [each.grad for each in self._wrapper.parameters]
-
-        self._shapes = self._tuner = self._meter = self._open = None
-        try:
-            planner = shapes.fitted(planner, batch, loss_fn, opened, run)
-        finally:
-            self._shapes, self._tuner, self._meter, self._open, self._planner = shapes, tuner, meter, opened, planner
-            self._remembered = ByLoss()
 
     def _refuse_shapes(self, what: str) -> None:
         if self._shapes is not None:
