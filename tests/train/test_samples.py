@@ -15,6 +15,7 @@ from megabatch import MegabatchError
 from megabatch.train.config import DataConfig, ModelConfig, SourceConfig
 from megabatch.train.data.encode import Sample, Skipped, Tokens, samples_of
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
+from megabatch.train.init.data_survey import survey
 from megabatch.train.model.architecture import load_tokenizer
 from tests.train.tokenizers_for_tests import chat_tokenizer
 from tests.unit.failures.table import line_of
@@ -165,6 +166,21 @@ def test_empty_fields_of_messages_are_as_if_missing(tmp_path: Path, chatty: dict
     assert plain[0]["input_ids"].tolist() == filled[0]["input_ids"].tolist()
 
 
+@pytest.mark.parametrize("marks", [True, False])
+def test_messages_of_sharegpt_are_read(tmp_path: Path, chatty: dict[bool, Any], marks: bool) -> None:
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    spoken = [{"from": speakers[message["role"]], "value": message["content"]} for message in CHAT]
+    tokenizer = chatty[marks]
+    plain = samples(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer)
+    path = write(tmp_path / "b.jsonl", [{"conversations": spoken}])
+    shared = samples(path, tokenizer, messages_field="conversations")
+    for name in ("input_ids", "labels"):
+        assert plain[0][name].tolist() == shared[0][name].tolist()
+    found = survey(str(path), None, lambda number: None)
+    assert found.keys["messages_field"] == "conversations"
+    assert len(found.lengths) == 1
+
+
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
@@ -172,7 +188,7 @@ def test_empty_fields_of_messages_are_as_if_missing(tmp_path: Path, chatty: dict
         ([], "has no list of messages in the field 'messages'"),
         (["hi"], "message 1, is str, not an object with the fields role and content"),
         (
-            [CHAT[1], {"from": "gpt", "value": "x"}],
+            [CHAT[1], {"from": "narrator", "value": "x"}],
             "message 2, is ['from', 'value'], not an object with the fields role",
         ),
         ([CHAT[1]], 'has no message of the role "assistant", so no token to learn'),

@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megabatch.batching import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.train.config import DataConfig, SourceConfig
-from megabatch.train.data.sources import BrokenRowError, LongRowError, Row, Rows, rows_of
+from megabatch.train.data.sources import BrokenRowError, LongRowError, Row, Rows, rows_of, standard_message
 
 Sample = dict[str, Tensor]  # {"input_ids": [T], "labels": [T]}, int64, IGNORED_LABEL where nothing is learned
 Named = tuple[str, Sample]  # with the name of its row
@@ -280,6 +280,8 @@ class ChatRows:
 
 def message_of(message: Any, name: str) -> Message:
     """Return a message, checked, without fields that are None, as tables fill them in."""
+    if isinstance(message, dict):
+        message = dict(standard_message(cast(Message, message)))
     if not isinstance(message, dict) or not isinstance(cast(Message, message).get("role"), str):
         seen = sorted(cast(Message, message)) if isinstance(message, dict) else type(message).__name__
         raise BrokenRowError(f"{name} is {seen}, not an object with the fields role and content")

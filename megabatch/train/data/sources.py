@@ -45,6 +45,10 @@ ESCAPED = re.compile("[\udc80-\udcff]")  # what Python makes of a byte that is n
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_LINE_BYTES, PIECE_BYTES = 64 << 20, 1 << 20  # a line takes about 34 times its bytes of memory until it is tokens
 MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than many a text has
+ROLES = {  # ShareGPT's speakers
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "assistant": "assistant", "model": "assistant", "bot": "assistant", "tool": "tool",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -377,3 +381,12 @@ READERS: dict[Kind, Callable[[str, Any], Rows]] = {
     "text": text_rows,
     "documents": document_rows,
 }
+
+
+def standard_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with role and content; one of another form, or of an unknown speaker, as it is."""
+    role = ROLES.get(str(message.get("from")))
+    if role is None or "role" in message or "value" not in message:
+        return message
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    return {"role": role, "content": message["value"], **others}

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
-from megabatch.train.data.sources import BrokenRowError, Row, SourceFiles, find_files, rows_of
+from megabatch.train.data.sources import BrokenRowError, Row, SourceFiles, find_files, rows_of, standard_message
 
 CHATS = ("messages", "conversation", "conversations", "chat")
 PAIRS = (
@@ -150,7 +150,7 @@ def chat_bytes(messages: Any) -> int:
     """Return the bytes of a chat by the template for bytes, 0 if the assistant says nothing in it."""
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in cast(Any, messages)):
         return 0
-    turns = cast("list[dict[str, Any]]", messages)
+    turns = [standard_message(message) for message in cast("list[dict[str, Any]]", messages)]
     if not any(turn.get("role") == "assistant" for turn in turns):
         return 0
     return sum(len(f"{turn.get('role')}: {turn.get('content')}\n".encode("utf-8", "replace")) + 1 for turn in turns)
