@@ -22,6 +22,7 @@ from megabatch.train.model.build import build
 from megabatch.train.parallel.tensor_parallel import (
     FAMILIES,
     NO_BORDERS,
+    Vocabulary,
     check_divisible,
     plain_terms,
     plan_of,
@@ -358,6 +359,20 @@ def test_a_norm_of_some_of_the_heads_that_the_plan_does_not_name_is_refused() ->
     model = model_of("cohere", **SIZES, use_qk_norm=True)
     with pytest.raises(MegabatchError, match=r"does not say how model.layers.0.self_attn.q_norm \(CohereLayerNorm\)"):
         styles_of(model, plan_of(model), False, False, NO_BORDERS)
+
+
+def test_a_plan_may_name_the_input_embedding() -> None:
+    """transformers 5.17 names it in the plan of Cohere."""
+    model = model_of("cohere", **SIZES)
+    plan = plan_of(model)
+    unnamed = {name: entry for name, entry in plan.items() if "embed_tokens" not in name}
+    named = {"model.embed_tokens": "embedding_rowwise", **unnamed}
+    for sequence_parallel in (False, True):
+        styles = styles_of(model, named, sequence_parallel, False, NO_BORDERS)
+        assert repr(styles) == repr(styles_of(model, unnamed, sequence_parallel, False, NO_BORDERS))
+        assert isinstance(styles["model.embed_tokens"], Vocabulary)
+    with pytest.raises(MegabatchError, match="has the entry 'embedding_rowwise', which"):
+        styles_of(model, {**named, "model.layers.*.mlp.up_proj": "embedding_rowwise"}, False, False, NO_BORDERS)
 
 
 def test_an_unknown_entry_of_a_plan_is_refused() -> None:

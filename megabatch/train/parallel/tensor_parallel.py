@@ -205,6 +205,8 @@ def styles_of(
     styles: dict[str, Style] = {}
     for name, module in model.named_modules():
         entry = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
+        if entry == "embedding_rowwise" and module is model.get_input_embeddings():
+            entry = None  # the style that input embeddings have without a plan
         if entry is not None and not isinstance(module, nn.Identity):  # which stands for what another stage holds
             is_head = module is model.get_output_embeddings()
             styles[name] = style_of(entry, module, stream, loss_parallel and is_head)
