@@ -295,8 +295,10 @@ class GradientAccumulator:
             batch: This rank's samples, as for `forward_backward`.
 
         Raises:
-            PlanError: An unusable batch, or a limit that is "auto" and not measured yet.
+            PlanError: An unusable batch, or a limit that is "auto" and not measured yet, or shapes that are not chosen.
         """
+        if self._shapes is not None:
+            self._shapes.check_chosen()
         return self._planner.plan(self._planner.samples(batch))
 
     def tune(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:

@@ -65,6 +65,14 @@ class FewShapes:
                 "losses.classification are known to leave them out; give one of these, or leave shapes= out"
             )
 
+    def check_chosen(self) -> None:
+        """Raise `PlanError` before the choice, which goes by the lengths of all ranks."""
+        if not self.shapes:
+            raise PlanError(
+                "shapes= and the first forward_backward() chooses the shapes, from the lengths of all ranks; call it "
+                "before plan(), or leave shapes= out"
+            )
+
     def planner_of(self, planner: MicrobatchPlanner, fn: object) -> MicrobatchPlanner:
         """Return the planner of a call without a backward, which fills up for a known loss only."""
         return planner if _is_known(fn) or not isinstance(planner, ShapesPlanner) else planner.free

@@ -151,6 +151,17 @@ def test_samples_that_are_padded_on_the_left() -> None:
     accumulate(shapes.new_model(), batch).finalize()
 
 
+def test_a_plan_before_the_shapes_are_chosen_is_refused() -> None:
+    """The next call would refuse it: it is of other shapes."""
+    batch = shapes.samples_of([9, 5, 9, 4], 0)
+    gradient = GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64, shapes=2)
+    with pytest.raises(PlanError, match=r"the first forward_backward\(\) chooses the shapes"):
+        gradient.plan(batch)
+    gradient.forward_backward(batch, losses.next_token)
+    gradient.finalize()
+    gradient.forward_backward(batch, losses.next_token, plan=gradient.plan(batch))
+
+
 @pytest.mark.parametrize("state", [[[4]], [[0, 5]], [[1, 2, 3]]])
 def test_shapes_that_are_none_are_not_loaded(state: Any) -> None:
     gradient = GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64, shapes=2)
