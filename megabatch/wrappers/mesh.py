@@ -58,7 +58,7 @@ class CallPosition:
 def check_positions(headers: Sequence[Sequence[float]]) -> None:
     """Raise `PositionError` on all ranks if they are in different calls."""
     ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, *numbers in headers:
+    for rank, *numbers in {tuple(header): None for header in headers}:  # a rank's may come several times
         ranks.setdefault(tuple(map(int, numbers)), []).append(int(rank))
     if len(ranks) == 1:
         return
@@ -119,6 +119,7 @@ class DataRanks:
     num_all: int = field(init=False)  # with the ranks that hold other parts of the model
     is_alone: bool = field(init=False)  # no other rank works on the update
     _cpu_groups: list[dist.ProcessGroup] = field(init=False, repr=False)
+    _sent_positions: list[tuple[Any, list[Tensor]]] = field(init=False, repr=False, default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         self.data_groups, self.context_groups, self.tensor_groups, self.pipeline_groups = (
@@ -163,27 +164,50 @@ class DataRanks:
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Return every rank's object, in the order of the rows of `exchange_numbers`."""
-        values = [value]
-        for group in self._cpu_groups:
-            data = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
-            row = torch.tensor([[float(len(data))]], dtype=torch.float64, device="cpu")
-            sizes = [int(size) for (size,) in self._exchange(row, [group]).tolist()]
-            padded = torch.zeros(1, max(sizes), dtype=torch.uint8, device="cpu")
-            padded[0, : len(data)] = data
-            parts = _gather(padded, [group])
-            values = []
-            for part, size in zip(parts, sizes, strict=True):
-                values.extend(pickle.loads(part[:size].numpy().tobytes()))
-        return values
+        if not self._cpu_groups:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for (size,) in self.exchange_numbers([len(data)])]
+        padded = torch.zeros(1, max(sizes), dtype=torch.uint8, device="cpu")
+        padded[0, : len(data)] = data
+        rows = _gather(padded, self._cpu_groups)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def gather_report(self, numbers: Tensor) -> Tensor:
         """Return the report of all ranks that see different targets at the end of an update: [n] -> [num_weighing, n].
 
         This takes one message between devices. On the CPU it raises `MegabatchError` if ranks are in different calls.
+        On a device the host does not wait, so it sends its position, and the first message of another call raises.
         """
-        if numbers.device.type != "cpu" or not self.groups:
+        if not self.groups:
+            return self.gather_on_device(numbers)
+        if numbers.device.type != "cpu":
+            self.send_position()
             return self.gather_on_device(numbers)
         return self._exchange(numbers[None], self.groups)
+
+    def send_position(self) -> None:
+        """Send this rank's position to the other hosts, and do not wait. The next message compares what has come.
+
+        A host in another call takes part in these messages with its first one. It would never take part in those
+        between devices.
+        """
+        self._compare_sent_positions()
+        rows = torch.zeros(1, MESSAGE_SIZE, dtype=torch.float64, device="cpu")
+        rows[0, :HEADER_SIZE] = torch.tensor(self.position.header(), dtype=torch.float64, device="cpu")
+        for group in self._cpu_groups:
+            parts = [torch.empty_like(rows) for _ in range(group.size())]
+            work = dist.all_gather(parts, rows, group=group, async_op=True)
+            self._sent_positions.append((work, parts))
+            # As many rows as a message has that was gathered over the groups before.
+            rows = rows.repeat(group.size(), 1)
+
+    def _compare_sent_positions(self) -> None:
+        sent, self._sent_positions = self._sent_positions, []
+        for work, _ in sent:
+            work.wait()
+        for _, parts in sent:
+            check_positions(torch.cat(parts)[:, :HEADER_SIZE].tolist())
 
     def gather_on_device(self, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks that see different targets: [n] -> [num_weighing, n].
@@ -194,13 +218,14 @@ class DataRanks:
 
     def _exchange(self, row: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
         """Return the rows of the ranks of ``groups``, compared by their positions: [1, n] -> [ranks, n]."""
+        self._compare_sent_positions()
         size = row.shape[1]
         rows = torch.zeros(1, max(MESSAGE_SIZE, HEADER_SIZE + size), dtype=torch.float64, device="cpu")
         rows[0, :HEADER_SIZE] = torch.tensor(self.position.header(), dtype=torch.float64, device="cpu")
         rows[0, HEADER_SIZE : HEADER_SIZE + size] = row
-        for group in groups:
-            rows = _gather(rows, [group])
-            check_positions(rows[:, :HEADER_SIZE].tolist())
+        # Compared after the last group, so that no rank waits for one that has raised before.
+        rows = _gather(rows, groups)
+        check_positions(rows[:, :HEADER_SIZE].tolist())
         return rows[:, HEADER_SIZE : HEADER_SIZE + size]
 
 

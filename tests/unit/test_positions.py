@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, JointLoss, Learner, MegabatchError, losses
-from megabatch.wrappers.mesh import num_collectives
+from megabatch.wrappers.mesh import DataRanks, num_collectives
 from tests.exact.launch import of_ranks
 from tests.tiers import full_unless
 
@@ -21,6 +22,9 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
     "ddp": DistributedDataParallel,
     "fsdp2": fully_shard,
+    "hsdp": lambda model: fully_shard(
+        model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    ),
 }
 Act = Callable[[GradientAccumulator, bool], Any]  # of an accumulator, and whether this rank is the odd one
 
@@ -134,7 +138,8 @@ ACTS: dict[str, tuple[Act, tuple[str, ...]]] = {  # and parts of the line
     "other accumulator": (other_accumulator, ("of accumulator",)),
     "learner alone": (learner_alone, ("finalize() of update 1", "forward_backward(), call 2 of update 1")),
 }
-JOBS = [f"{name}:{wrap}:{world}:" for wrap in WRAPS for name in ACTS for world in (2, 3)]
+JOBS = [f"{name}:{wrap}:{world}:" for wrap in ("plain", "ddp", "fsdp2") for name in ACTS for world in (2, 3)]
+JOBS += [f"{name}:hsdp:4:" for name in ACTS if name != "other accumulator"]  # whose ranks are others
 
 
 def run_job(job: str) -> str:
@@ -152,13 +157,14 @@ def run_job(job: str) -> str:
 errors = of_ranks("tests.unit.test_positions:run_job", JOBS, group_timeout_seconds=20.0)
 
 
-@pytest.mark.parametrize("job", full_unless(JOBS, lambda number, job: "fsdp2:3" not in job))
+@pytest.mark.parametrize("job", full_unless(JOBS, lambda number, job: "fsdp2:3" not in job and "hsdp" not in job))
 def test_all_ranks_say_which_rank_is_where(errors, job: str) -> None:
     name, _, world, _ = job.split(":")
     lines = errors(job)
     assert len(set(lines)) == 1, lines
-    for words in ("rank 0 is", f"rank {int(world) - 1} is" if world == "2" else "ranks 0, 1 are", *ACTS[name][1]):
-        assert words in lines[0] or (world == "3" and words == "rank 0 is")
+    others = {"2": "rank 0 is", "3": "ranks 0, 1 are", "4": "ranks 0, 1, 2 are"}[world]
+    for words in (f"rank {int(world) - 1} is", others, *ACTS[name][1]):
+        assert words in lines[0]
 
 
 def _loss(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
@@ -269,3 +275,41 @@ shares = of_ranks("tests.unit.test_positions:share_job", ["objects:3:"])
 def test_objects_of_several_sizes_are_exchanged(shares) -> None:
     for found in shares("objects:3:"):
         assert found == [0, 5, 10]
+
+
+def device_job(job: str) -> str:
+    """Return the error of ranks of which some end an update as on a device, or "nothing"."""
+    which, world, _ = job.split(":")
+    rank, degree = dist.get_rank(), int(world)
+    ends = {"one": rank > 0, "half": rank < degree // 2, "all": True}[which]
+    sizes, names = ((degree // 2, 2), ("dp_replicate", "dp_shard")) if degree > 2 else ((degree,), ("dp",))
+    ranks = DataRanks.of_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    position = ranks.position
+    try:
+        position.verb, position.call = "forward_backward()", 1
+        ranks.exchange_numbers([1.0])
+        if ends:
+            position.verb = "finalize()"
+            ranks.send_position()
+            position.verb, position.update, position.call = "forward_backward()", 1, 1
+        else:
+            position.call = 2
+        ranks.exchange_numbers([1.0])
+    except MegabatchError as error:
+        return str(error)
+    return "nothing"
+
+
+DEVICE_JOBS = ["one:2:", "all:2:", "half:4:", "all:4:"]  # of four ranks, each meets one of the other half
+device_errors = of_ranks("tests.unit.test_positions:device_job", DEVICE_JOBS, group_timeout_seconds=20.0)
+
+
+@pytest.mark.parametrize("job", full_unless(DEVICE_JOBS, lambda number, job: ":2:" in job))
+def test_a_host_that_does_not_wait_at_the_end_of_an_update_meets_the_others(device_errors, job: str) -> None:
+    lines = device_errors(job)
+    if job.startswith("all"):
+        assert lines == ["nothing"] * len(lines)
+        return
+    for line in lines:
+        assert "in finalize() of update 0" in line
+        assert "in forward_backward(), call 2 of update 0" in line
