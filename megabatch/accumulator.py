@@ -64,7 +64,6 @@ from megabatch.wrappers.gradients import (
 from megabatch.wrappers.mesh import num_collectives
 
 MAX_COMPARED_CALLS = 8  # calls in which ranks compare each collective: a loss made anew for each call is always new
-MAX_RUNS = 3  # of an update with same_bits="proved"; the second is always exact where kernels are deterministic
 REMOVED = {  # method -> what to do instead; a line is kept for one release
     "pin_cost": "give cost=gradient.cost to a new GradientAccumulator",
     "step_in_backward": "step the optimizer after finalize(), since it freed no memory where gradients accumulate",
@@ -130,9 +129,7 @@ class GradientAccumulator:
         same_bits: Give gradients, norms, losses and metrics the same bits on any number of data ranks. This needs one
             of the two limits as a number, shares of ``UpdateSampler(same_bits=True)`` and, with FSDP2,
             ``MixedPrecisionPolicy(reduce_dtype=torch.float64)``. Gradients are added in float64, and a parameter that
-            no sample uses has a gradient of zeros. "proved" also rounds each microbatch's gradient to a grid on which
-            float64 sums are exact for any input. The first update, and one whose gradient has grown a lot, then runs
-            twice.
+            no sample uses has a gradient of zeros.
         shapes: Fill each microbatch up to one of at most so many shapes, rows x tokens, so that ``torch.compile`` with
             ``dynamic=False`` compiles as many graphs. The first `forward_backward` chooses them from the lengths of all
             ranks, and `state_dict` keeps them. It needs a model of transformers without experts and without code of
@@ -161,7 +158,7 @@ class GradientAccumulator:
         length: Length | None = None,
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
-        same_bits: bool | str = False,
+        same_bits: bool = False,
         shapes: int | None = None,
     ) -> None:
         fit = None
@@ -175,9 +172,6 @@ class GradientAccumulator:
         self._wrapper = detect_wrapper(model, mesh)
         new_planner, self._new_update, new_gradients = MicrobatchPlanner, OpenUpdate, WideGradients
         self._same_bits = bool(same_bits)
-        self._proof: Any = None  # a ProvedGradients, with same_bits="proved"
-        # The calls of the open update with same_bits="proved", which may run again: arguments and returned sums.
-        self._calls: list[tuple[Batch, LossFunction | CoupledLoss, Plan | None, dict[str, Term]]] = []
         if same_bits:
             from megabatch.engine import same_bits as exact
 
@@ -189,10 +183,6 @@ class GradientAccumulator:
 
             new_planner = partial(SchedulePlanner, pipeline=cast(Any, model))
         self._wide = new_gradients(self._wrapper.parameters, accumulate_dtype)
-        if same_bits == "proved":
-            from megabatch.engine.same_bits import ProvedGradients
-
-            self._wide = self._proof = ProvedGradients(self._wrapper, accumulate_dtype)
         self._wrapper.accumulate_in(self._wide)
         self.ranks = ranks = self._wrapper.ranks  # the ranks that work on an update
         choice = choose_policy(self._wrapper, sync)
@@ -553,11 +543,7 @@ class GradientAccumulator:
             self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan, tunes=True) as call,
         ):
             sums = run_call(call)
-        returned = {name: Term(total, torch.as_tensor(weight, dtype=total.dtype))
-                    for name, (total, weight) in sums.items()}  # fmt: skip
-        if self._proof is not None:
-            self._calls.append((batch, loss_fn, plan, returned))
-        return returned
+        return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def _run_call(self, call: "_Call") -> dict[str, Term]:
         """Run the microbatches of a call one after another. Return this rank's sums."""
@@ -648,11 +634,6 @@ class GradientAccumulator:
         if self._wrapper.is_pipeline:
             raise PlanError(
                 "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
-            )
-        if self._proof is not None:
-            raise PlanError(
-                'same_bits="proved" and microbatches(), whose loop cannot run again; use forward_backward, or '
-                "same_bits=True"
             )
         body = GradientAccumulator.microbatches if weigh is None else weigh  # this loop's key among losses
         with self._guarded(), self._open_call(batch, body, LossHooks(weigh)) as call:
@@ -961,8 +942,6 @@ class GradientAccumulator:
             self._loop.check_complete()
         if weight is not None and self._open.told:
             raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
-        if self._proof is not None:
-            self._run_until_proved()
         position = self.ranks.position
         position.verb = "finalize()"
         # If other code took the gradient of one rank, every rank must learn it before it steps.
@@ -988,39 +967,11 @@ class GradientAccumulator:
             raise (taken or error) from None
         # Gradients are rounded once, after the norm and the clip.
         self._wide.finish()
-        self._was_finite, self._loop, self._calls = update.finite, None, []
+        self._was_finite, self._loop = update.finite, None
         position.update, position.call = position.update + 1, 0
         if self._meter is not None and (cost := self._meter.end_update()) != self._planner.cost:
             self._planner = replace(self._planner, cost=cost)  # which discards what prepare() has made
         return update
-
-    def _run_until_proved(self) -> None:
-        """Run the calls of the open update again until float64 has rounded no sum of their gradients. Collective."""
-        for run in range(MAX_RUNS):
-            with self._guarded():
-                if self._proof.agree_on_units(self.ranks):
-                    return
-            if run == MAX_RUNS - 1 or not self._run_calls_again():
-                break
-        self._abandon()
-        raise MegabatchError(
-            'same_bits="proved" has run the update again and its loss or its gradient has other bits; leave the batch '
-            "as it is until finalize(), and use deterministic kernels"
-        )
-
-    def _run_calls_again(self) -> bool:
-        """Drop the open update and run its calls again. Return True if all sums have the same bits. Collective."""
-        assert self._open is not None
-        calls, told, is_held = self._calls, self._open.told, self._open.is_held
-        self._drop()
-        if is_held:  # open() was called
-            opened = self._begin()
-            opened.told, opened.is_held = told, True
-        for batch, loss_fn, plan, _ in calls:
-            self.forward_backward(batch, loss_fn, plan=plan)
-        pairs = zip(calls, self._calls, strict=True)
-        differ = not all(self._proof.are_same(before, after) for (*_, before), (*_, after) in pairs)
-        return not any(row[0] for row in self.ranks.exchange_numbers([differ]))
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
         """Close an update: reduce its gradient, then apply the missing factor and the clip."""
@@ -1048,9 +999,8 @@ class GradientAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return what the next update needs beside model and optimizer, between two updates.
 
-        With ``shapes`` it has the shapes, and with ``same_bits="proved"`` the unit of each parameter. Both are the same
-        on every rank; save the state with each checkpoint. With ``cost="measure"`` it has this rank's cost, from which
-        any rank may continue to measure. Otherwise it is empty.
+        With ``shapes`` it has the shapes, which are the same on every rank; save the state with each checkpoint. With
+        ``cost="measure"`` it has this rank's cost, from which any rank may continue to measure. Otherwise it is empty.
 
         Raises:
             MegabatchError: An update is open, whose gradient a checkpoint does not have.
@@ -1060,8 +1010,6 @@ class GradientAccumulator:
                 "state_dict() was called while an update is open; a checkpoint is between two updates: call it after "
                 "finalize()"
             )
-        if self._proof is not None:
-            return {"units": [*self._proof.units]}
         state: dict[str, Any] = {}
         if self._meter is not None and self.cost is not None:
             state["cost"] = asdict(self.cost)
@@ -1073,18 +1021,16 @@ class GradientAccumulator:
         Raises `PlanError` for a state of other settings.
         """
         self._drop()
-        if self._proof is not None:
-            self._proof.load_units(state.get("units", []))
-            return
         state = dict(state)
+        state.pop("units", None)  # of same_bits="proved", which is gone
         cost = state.pop("cost", None)
         if self._meter is not None and cost is not None:
             self._meter.cost = CostModel(**cost)
             self._planner = replace(self._planner, cost=self._meter.cost)
         if self._shapes is not None:
             self._planner = self._shapes.load(self._planner, state.pop("shapes", []))
-        if "shapes" in state or "units" in state:
-            raise PlanError(f"the state has {', '.join(state)}; give the shapes= or same_bits= with which it was saved")
+        if "shapes" in state:
+            raise PlanError("the state has shapes; give the shapes= with which it was saved")
         if state:
             raise PlanError(
                 f"the state has {', '.join(state)}, of an update that was saved open, which can no longer be loaded; "
@@ -1125,7 +1071,6 @@ class GradientAccumulator:
 
     def _abandon(self) -> None:
         """Drop the open update and its gradient: an update is never applied in part."""
-        self._calls = []
         self.ranks.position.call = 0
         self._open, self._step, self._before, self._given, self._running = None, None, None, None, False
         if self._loop is not None:

@@ -3,18 +3,16 @@
 A microbatch has the same bits wherever it runs, so two things remain. The cut follows from the update's samples alone:
 `fill` cuts the update and finds the same microbatches again in a rank's share. And every sum is exact, so that its
 order does not matter. Losses and weights are added in parts of 32 bits. Gradients are added in float64, whose 53 bits
-hold sums of float32's 24 unless their exponents are 25 or more apart. `ProvedGradients` holds them for any exponents.
+hold sums of float32's 24 unless their exponents are 25 or more apart.
 """
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn, optim
-from torch.autograd.graph import get_gradient_edge
 
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Batch, Collate, Samples
@@ -29,8 +27,6 @@ from megabatch.planning.partition import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.torch_private import is_dtensor
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import ExactGradients
-from megabatch.wrappers.mesh import DataRanks
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DTYPES = (torch.float32, torch.bfloat16)  # of parameters whose sums float64 holds
@@ -41,19 +37,16 @@ ELEMENTWISE = (
     *WIDE_ONLY, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Rprop, optim.Adadelta,
 )  # fmt: skip
 GRIDS = (2.0**72, 2.0**40, 2.0**8, 2.0**-24, 2.0**-56, 2.0**-88)  # a sum's parts are multiples of these
-MANTISSA = 53  # bits of float64
-GROWTH_BITS, SHRINK_BITS = 6, 10  # the largest gradient may be 2**6 times that of the update before, or 2**-10 of it
-LEAST_UNIT = 2.0**-126  # the smallest normal number of float32
 WEIGHT_GRID = 2.0**-30  # announced weights are rounded to multiples, which float64 adds exactly up to 2**23
 
 
 def check_settings(
     wrapper: Wrapper, limits: Sequence[int | None], collate: Collate | None, accumulate_dtype: torch.dtype | None,
-    grade: bool | str = True,
+    same_bits: object = True,
 ) -> torch.dtype:  # fmt: skip
     """Return the dtype to add gradients in. Raises `PlanError` if the bits would depend on the number of ranks."""
-    if grade not in (True, "proved"):
-        raise PlanError(f'same_bits is {grade!r}; expected True, False or "proved"')
+    if same_bits is not True:
+        raise PlanError(f"same_bits is {same_bits!r}; expected True or False, there is one grade of same bits")
     ranks, problem = wrapper.ranks, ""
     dtypes = {each.dtype for each in wrapper.parameters} - set(DTYPES)
     if limits == (None, None):
@@ -230,94 +223,6 @@ def parts_of(values: Tensor) -> Tensor:
     grids = torch.tensor(GRIDS, dtype=values.dtype).to(values.device, non_blocking=True)
     rounded = torch.round(values[:, None] / grids) * grids  # [n, len(GRIDS)]
     return torch.cat([rounded[:, :1], rounded[:, 1:] - rounded[:, :-1]], dim=1)
-
-
-class ProvedGradients(ExactGradients):
-    """Rounds each microbatch's gradient to multiples of a power of two, the unit of its parameter, before it is added.
-
-    Float64 adds up to 2**53 units without rounding, in any order. The unit follows from the largest gradient and the
-    number of microbatches of the update before, which are the same on any number of ranks. `agree_on_units` finds out
-    after the last microbatch whether the sum could exceed 2**53 units, or the unit is too coarse. The update must then
-    run again. For 16 microbatches a unit is 2**-41 of the largest gradient, or 2**-31 if that has shrunk. Float32 has
-    24 bits, so gradients down to 2**-17 or 2**-7 of the largest are not rounded.
-
-    Args:
-        wrapper: Its ``leaves`` get the gradients of single microbatches.
-        dtype: torch.float64.
-    """
-
-    def __init__(self, wrapper: Wrapper, dtype: torch.dtype | None) -> None:
-        super().__init__(wrapper.parameters, dtype)
-        self._leaves = wrapper.leaves()
-        self.units = [0.0] * len(self._leaves)  # 0: unknown, gradients stay as they are
-        self._largest: list[Tensor] = []  # by parameter, of this rank's microbatches
-        self._counts: list[Tensor] = []  # microbatches with a gradient that is not zero
-        self._nodes: list[Any] = []  # of the open update; a leaf does not keep its own alive
-
-    def load_units(self, units: Sequence[float]) -> None:
-        """Continue with the units of a saved state. Raises `PlanError` if it is of another number of parameters."""
-        if len(units) != len(self.units):
-            raise PlanError(
-                f'same_bits="proved" and a state of {len(units)} parameters, but the model trains {len(self.units)}; '
-                "give the state_dict() of an accumulator of the same model"
-            )
-        self.units = list(units)
-
-    def begin(self) -> None:
-        super().begin()
-        zeros = torch.zeros(2, len(self._leaves), dtype=torch.float64, device=self._leaves[0].device)
-        self._largest, self._counts = (list(row) for row in zeros)
-        self._nodes.clear()
-        method = weakref.WeakMethod(self._round)
-        for index, leaf in enumerate(self._leaves):
-
-            def round_to_units(gradients: tuple[Tensor, ...], index: int = index) -> tuple[Tensor, ...]:
-                alive = method()  # a deleted accumulator rounds nothing
-                return gradients if alive is None else tuple(alive(each, index) for each in gradients)
-
-            # Of the node that adds to leaf.grad: a hook of the leaf would round the torch.autograd.grad of a loss too.
-            node = get_gradient_edge(leaf).node
-            self._nodes.append(node)
-            self._hooks.append(node.register_prehook(round_to_units))
-
-    def _round(self, gradient: Tensor, index: int) -> Tensor:
-        if not gradient.numel():
-            return gradient
-        largest = torch.linalg.vector_norm(gradient, math.inf).double()
-        self._largest[index] = torch.maximum(self._largest[index], largest)
-        self._counts[index] = self._counts[index] + (largest > 0)  # zeros of a dummy microbatch change no sum
-        unit = self.units[index]
-        # A product with a power of two is exact, so this rounds once.
-        return gradient.mul(1 / unit).round_().mul_(unit) if unit else gradient
-
-    @staticmethod
-    def are_same(before: Mapping[str, Term], after: Mapping[str, Term]) -> bool:
-        """Return True if the sums of two runs of a call have the same bits, those of NaN too."""
-        bits = [
-            [torch.stack(cast(tuple[Tensor, Tensor], term)).view(torch.int32).tolist() for term in each.values()]
-            for each in (before, after)
-        ]
-        return list(before) == list(after) and bits[0] == bits[1]
-
-    def agree_on_units(self, ranks: DataRanks) -> bool:
-        """Set the units of the next update. Return False if this one must run again, with these units. Collective."""
-        mine = torch.stack([*self._largest, *self._counts])
-        largest, counts = ranks.gather_on_device(mine).unflatten(1, (2, -1)).unbind(1)  # [ranks, parameters]
-        found = list(zip(largest.amax(0).tolist(), counts.sum(0).tolist(), self.units, strict=True))
-        if not all(math.isfinite(most) for most, _, _ in found):  # no units follow from it, and it is not stepped
-            return True
-        units = [_unit_of(most, int(count)) if count else unit for most, count, unit in found]
-        is_exact = all(
-            (most + unit) * count <= 2.0**MANTISSA * unit <= 2.0 ** (MANTISSA + SHRINK_BITS) * new
-            for (most, count, unit), new in zip(found, units, strict=True)
-        )
-        self.units = units
-        return is_exact
-
-
-def _unit_of(largest: float, count: int) -> float:
-    """Return a unit of which ``count`` gradients of at most 2**`GROWTH_BITS` times ``largest`` are 2**53 together."""
-    return max(LEAST_UNIT, 2.0 ** (math.frexp(largest)[1] + count.bit_length() + GROWTH_BITS - MANTISSA))
 
 
 def _rounded(weight: float) -> float:

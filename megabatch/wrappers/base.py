@@ -130,10 +130,6 @@ class Wrapper:
         """Add gradients in a wider dtype. Raises `PlanError` if the wrapper would round them before."""
         self._wide = wide
 
-    def leaves(self) -> Sequence[nn.Parameter]:
-        """Return the tensor of each parameter whose gradient autograd computes, always the same. May be collective."""
-        return self.parameters
-
     def check_unchanged(self) -> None:
         """Raise `PlanError` if parameters were frozen, unfrozen, added, replaced or cast since the constructor.
 

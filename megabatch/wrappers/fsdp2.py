@@ -30,7 +30,6 @@ from megabatch.torch_private import (
     reducing_in_one_dtype,
     reducing_to,
     refuse_backward_to,
-    unsharded_parameter,
     unsharded_parameters,
 )
 from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper, stranding
@@ -73,16 +72,6 @@ class FSDP2Wrapper(Wrapper):
     def accumulate_in(self, wide: WideGradients) -> None:
         check_wide(self._modules, wide, self.parameters)
         super().accumulate_in(wide)
-
-    def leaves(self) -> Sequence[nn.Parameter]:
-        for module in self._modules:  # the first gather makes them, and later ones fill them again
-            module.unshard()
-        self.reshard()
-        pairs = [
-            (each.sharded_param, unsharded_parameter(each)) for group in self._groups for each in group.fsdp_params
-        ]
-        unsharded = {id(sharded): own for sharded, own in pairs if own is not None}
-        return [unsharded[id(each)] for each in self.parameters]
 
     def check_unchanged(self) -> None:
         if [parameter.requires_grad for parameter in self._model.parameters()] != self._trained:

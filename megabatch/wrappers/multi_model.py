@@ -48,9 +48,6 @@ class MultiModelWrapper(Wrapper):
             wrapper.accumulate_in(wide)
         self._follow()
 
-    def leaves(self) -> Sequence[nn.Parameter]:
-        return [leaf for wrapper in self.wrappers for leaf in wrapper.leaves()]
-
     def check_unchanged(self) -> None:
         for wrapper in self.wrappers:
             wrapper.check_unchanged()

@@ -24,7 +24,7 @@ OF_RANKS = ("num_microbatches", "slowest_over_mean")  # of a row: what follows f
 SAME_BITS: list[dict[str, Any]] = [
     {"model__dtype": "float32", "update__same_bits": "true", "optim__ema_decay": 0.9},
     {
-        "model__dtype": "bfloat16", "update__same_bits": "proved", "update__max_microbatch_tokens": "none",
+        "model__dtype": "bfloat16", "update__same_bits": "true", "update__max_microbatch_tokens": "none",
         "update__micro_batch_size": 2, "data__streaming": "true", "optim__decay_steps": 20,
     },
 ]  # fmt: skip

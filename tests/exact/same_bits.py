@@ -65,8 +65,6 @@ def new_model(name: str) -> nn.Module:
     if name == "llama":
         sizes = {"hidden_size": 28, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2}
         return LlamaForCausalLM(LlamaConfig(vocab_size=53, max_position_embeddings=32, **sizes))
-    if name == "spread":
-        return nn.Linear(5, 3)
     return ConvNet() if name == "conv" else Branched()
 
 
@@ -76,9 +74,6 @@ def samples_of(name: str) -> list[dict[str, Tensor]]:
     if name == "conv":
         classes = torch.randint(0, 10, (NUM_SAMPLES,), generator=made)
         return [{"pixels": torch.randn(3, 8, 8, generator=made), "label": each} for each in classes]
-    if name == "spread":  # a sum of these in float64 depends on their order
-        values = torch.tensor([2.0**60, 1.1, -(2.0**60), -0.7])[torch.randint(0, 4, (NUM_SAMPLES,), generator=made)]
-        return [{"x": torch.full((1, 5), value)} for value in values.tolist()]
     lengths: list[int] = torch.randint(2, 25, (NUM_SAMPLES,), generator=made).tolist()
     if name == "branched":
         return [{"x": torch.randn(length, 5, generator=made)} for length in lengths]
@@ -113,14 +108,8 @@ def several(model: nn.Module, microbatch: dict[str, Tensor]) -> dict[str, Any]:
     return {"square": (outputs.square().sum(), 0.1 * len(x)), "first": (outputs[..., 0].sum(), 7 * len(x))}
 
 
-def spread(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    x = of_dtype(model, microbatch["x"])
-    return model(x).sum(), len(x)
-
-
 LOSSES: dict[str, Any] = {
     "gpt2": losses.next_token, "llama": losses.next_token, "conv": classify, "late": late, "several": several,
-    "spread": spread,
 }  # fmt: skip
 
 
@@ -151,18 +140,14 @@ def digest(tensors: Iterator[Tensor]) -> str:
 
 
 def run_job(name: str) -> dict[str, Any]:
-    """The job "loss:dtype:wrapper:limit:sync:updates:world:": what the run leaves, in a few hashes.
-
-    A limit that ends in "-proved" is one of same_bits="proved".
-    """
+    """The job "loss:dtype:wrapper:limit:sync:updates:world:": what the run leaves, in a few hashes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about gloo and about one rank
         loss, dtype, wrapper, limit, sync, num_updates, *_ = name.split(":")
-        limit, _, grade = limit.partition("-")
-        kind = loss if loss in (*MODELS, "spread") else "branched"
+        kind = loss if loss in MODELS else "branched"
         samples = samples_of(kind)
         model = wrap(new_model(kind).to(getattr(torch, dtype)), wrapper)
-        gradient = GradientAccumulator(model, sync=sync, same_bits=grade or True, **LIMITS[limit])
+        gradient = GradientAccumulator(model, sync=sync, same_bits=True, **LIMITS[limit])
         sampler = UpdateSampler(
             [len(next(iter(each.values()))) for each in samples], global_batch_size=GLOBAL_BATCH_SIZE, same_bits=True,
             **LIMITS[limit],

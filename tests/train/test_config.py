@@ -116,8 +116,8 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
         }.items()
     },
     "--update.shapes=4": "update.shapes is 4, which has no effect without model.compile; set that, or leave",
-    "--update.max_microbatch_tokens=auto --update.same_bits=proved": "'proved' and … 'auto', which … leave",
-    "--update.same_bits=exact": "update.same_bits is 'exact'; it must be",
+    "--update.max_microbatch_tokens=auto --update.same_bits=true": "true and … 'auto', which … leave",
+    "--update.same_bits=proved": "update.same_bits is 'proved'; it must be",
     "--model.quantize=nf4": "model.quantize is 'nf4', which has no effect without model.lora; set that, or leave model",
     "--model.options.size=5": "model.options is set, which has no effect without model.function; set that, or leave",
     "--update.accumulate_dtype=float32": "'float32', which has no effect without model.dtype = bfloat16; set that, or",

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megabatch import CostModel, GradientAccumulator, MegabatchError, UpdateSampler, loss
-from megabatch.accumulator import MAX_RUNS
+from megabatch import CostModel, GradientAccumulator, UpdateSampler, loss
 from megabatch.engine.same_bits import parts_of
 from megabatch.planning.partition import fill
 from megabatch.wrappers.gradients import exact_norm, total_norm
@@ -111,84 +110,6 @@ def test_parts_add_up_in_any_order(values, random) -> None:
     assert math.isclose(float(sums.sum()), math.fsum(values), rel_tol=1e-15, abs_tol=len(values) * 2.0**-88)
 
 
-@loss(weigh=lambda each: float(each["x"].numel()))
-def linear(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    return model(microbatch["x"]).sum(), microbatch["x"].numel()
-
-
-def proved() -> tuple[nn.Linear, GradientAccumulator]:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2, bias=False)
-    return model, GradientAccumulator(model, micro_batch_size=1, same_bits="proved")
-
-
-def count_forwards(model: nn.Module) -> list[object]:
-    forwards: list[object] = []
-    model.register_forward_hook(lambda *_: forwards.append(None))
-    return forwards
-
-
-def test_proved_sums_are_exact_up_to_their_unit_and_run_again_where_it_does_not_fit() -> None:
-    model, gradient = proved()
-    forwards, made = count_forwards(model), torch.Generator().manual_seed(0)
-    gradient.forward_backward({"x": torch.ones(5, 3)}, linear)  # the loss is tried
-    gradient.discard()
-    # 2**6 and 2**-10 of the largest gradient of the update before fit.
-    for scale, num_runs in ((1.0, 2), (16.0, 1), (2.0**-5, 1), (2.0**20, 2), (2.0**19, 1), (2.0**-30, 2), (0.0, 1)):
-        x = torch.randn(5, 3, generator=made) * 2.0 ** torch.tensor([[0], [-9], [-30], [-20], [-1]]) * scale
-        forwards.clear()
-        for part in (x[:2], x[2:]):
-            gradient.forward_backward({"x": part}, linear)
-        gradient.finalize()
-        assert len(forwards) == num_runs * len(x), scale
-        # A weight's gradient is the sum of its inputs over their number, which is divided in float32 with each.
-        terms = (x.double() / 15).T.tolist()
-        for row in model.weight.grad.tolist():
-            for found, of_column in zip(row, terms, strict=True):
-                assert abs(found - math.fsum(of_column)) <= 1e-6 * max(map(abs, of_column))
-
-
-def test_proved_units_are_saved_and_their_sums_have_no_order() -> None:
-    model, gradient = proved()
-    x = torch.tensor([[2.0**40, 1.0, 2.0**-9], [1.25, 2.0**-30, 3.0], [-(2.0**40), 1.0, 2.0**-11]])
-    found = []
-    for order in ([0, 1, 2], [2, 1, 0], [0, 2, 1]):
-        gradient.forward_backward({"x": x[order]}, linear)
-        gradient.finalize()
-        found.append(model.weight.grad.clone())
-    assert all(torch.equal(each, found[0]) for each in found)
-    other, resumed = proved()
-    resumed.load_state_dict(gradient.state_dict())
-    forwards = count_forwards(other)
-    resumed.forward_backward({"x": x}, linear)
-    num_tried = len(forwards)
-    resumed.finalize()
-    assert len(forwards) == num_tried, "it knows the units"
-    assert torch.equal(other.weight.grad, found[0])
-
-
-def test_a_gradient_that_the_loss_takes_itself_is_not_rounded() -> None:
-    """Rounding has no derivative, so a penalty on gradients would lose its own."""
-
-    def penalty(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-        total = model(batch["x"]).square().sum()
-        taken = torch.autograd.grad(total, list(model.parameters()), create_graph=True)
-        metric = torch.tensor(math.nan)  # its bits are compared, not its value
-        return {
-            "loss": (total + 10 * sum(each.square().sum() for each in taken), len(batch["x"])),
-            "metric": (metric, len(batch["x"])),
-        }
-
-    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
-    (plain, _), (model, gradient) = proved(), proved()
-    for _ in range(2):
-        gradient.forward_backward({"x": x}, penalty)
-        gradient.finalize()
-    sum(penalty(plain, {"x": row[None]})["loss"][0] / len(x) for row in x).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
 REFUSED = {
     "dropout": "Dropout(p=0.1) draws its mask by rank",
     "functional": "the loss draws random numbers",
@@ -236,34 +157,3 @@ refused = of_ranks(f"{__name__}:run_job", [f"{kind}:2:" for kind in REFUSED])
 def test_what_depends_on_ranks_is_refused_on_all_of_them(refused, kind: str) -> None:
     for message in refused(f"{kind}:2:"):
         assert REFUSED[kind] in message
-
-
-class Growing(torch.autograd.Function):
-    """A sum whose gradient is 2**20 times as large in each backward, as no deterministic kernel's is."""
-
-    num_backwards = 0
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *factors: Any) -> Tensor:
-        Growing.num_backwards += 1
-        return factors[0].expand(2, 2) * 2.0 ** (20 * Growing.num_backwards)
-
-
-def test_an_update_that_is_never_proved_runs_three_times_and_names_its_gradient() -> None:
-    model = nn.Linear(2, 2, bias=False)
-    gradient = GradientAccumulator(model, micro_batch_size=2, same_bits="proved")
-    calls: list[int] = []
-
-    def loss_fn(model: nn.Linear, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-        calls.append(1)
-        return Growing.apply(model.weight), 2
-
-    gradient.forward_backward({"x": torch.ones(2, 2)}, loss_fn)
-    checked = len(calls)  # the first call of a loss runs it twice
-    with pytest.raises(MegabatchError, match="its loss or its gradient has other bits"):
-        gradient.finalize()
-    assert len(calls) == checked + MAX_RUNS - 1

@@ -39,7 +39,7 @@ class Checkpointing(Callback):
         context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else whole
         context.positions["updates"] = context.updates
         update = config.update
-        if update.same_bits == "proved" or update.cost is not None or update.shapes is not None:
+        if update.cost is not None or update.shapes is not None:
             context.positions["gradient"] = GradientState(learner)
         self._save_every, keep_best = config.run.save_every, config.run.keep_best
         self._minutes = config.run.save_every_minutes if self._save_every is None else None
@@ -146,7 +146,7 @@ class GradientState:
         self._learner = learner
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, as JSON, for any rank: units and shapes are the same on all, and a cost is as good."""
+        """Return the state, as JSON, for any rank: shapes are the same on all, and a cost is as good."""
         return self._learner.gradient.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -188,9 +188,9 @@ class UpdateConfig(Section):
     accumulate_dtype: Literal["float32"] | None = None
     """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
     model.dtype."""
-    same_bits: bool | Literal["proved"] = False
+    same_bits: bool = False
     """Give weights, losses and metrics the same bits on any number of data ranks: each update is cut into microbatches
-    before ranks share it, and gradients are added in float64. "proved": on a grid, where no sum rounds."""
+    before ranks share it, and gradients are added in float64."""
     tail: Literal["step", "drop", "carry"] = "carry"
     """The last samples of an epoch, too few for an update: fill it up from the next epoch, step it short, or drop them.
     Every update but those of "step" has global_batch_size samples."""
