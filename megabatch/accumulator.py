@@ -40,10 +40,8 @@ from megabatch.losses.contract import (
     LossFunction,
     LossHooks,
     Term,
-    Weigh,
     loss_hooks,
     takes_divisor,
-    terms_given,
     terms_of,
 )
 from megabatch.losses.padded_targets import check_totals
@@ -64,9 +62,12 @@ from megabatch.wrappers.gradients import (
 from megabatch.wrappers.mesh import num_collectives
 
 MAX_COMPARED_CALLS = 8  # calls in which ranks compare each collective: a loss made anew for each call is always new
+OWN_LOOP = "surround each microbatch of your loop with microbatch(), and call scale(loss).backward() of what it yields"
 REMOVED = {  # method -> what to do instead; a line is kept for one release
     "pin_cost": "give cost=gradient.cost to a new GradientAccumulator",
     "step_in_backward": "step the optimizer after finalize(), since it freed no memory where gradients accumulate",
+    "microbatches": OWN_LOOP,
+    "backward": OWN_LOOP,
 }
 LOST = (
     "an update was lost when one of its calls failed or other code took its gradient; the sums of its other calls are "
@@ -79,7 +80,7 @@ class _Call(NamedTuple):
 
     model: Models
     wrapper: Wrapper
-    loss_fn: Any  # of `microbatches`, which brings no loss, the function that weighs
+    loss_fn: Any
     prepared: PreparedBatch
     agreement: CallAgreement
     opened: OpenUpdate
@@ -226,9 +227,6 @@ class GradientAccumulator:
         self._num_compared_calls = 0
         self._early: Any = None  # EarlyPreparations, after prepare()
         self._running = False  # inside a call, between its first microbatch and its last
-        self._step: MicrobatchStep | None = None  # the microbatch of an open loop whose backward has not run yet
-        self._before: Receipt | None = None  # the gradients before the microbatch of an open loop
-        self._given: object = None  # the batch of an open loop
         self._loop: Any = None  # a UserLoop, from the first microbatch() of an update to finalize()
         self.last_plan: Plan | None = None
         self.fit = self._planner.fit  # the measured limit; None if the user gave a limit
@@ -540,7 +538,7 @@ class GradientAccumulator:
         run_call = self._wrapper.run_call or getattr(loss_fn, "run_call", None) or self._run_call
         with (
             self._guarded("forward_backward()"),
-            self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan, tunes=True) as call,
+            self._open_call(batch, loss_fn, plan) as call,
         ):
             sums = run_call(call)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
@@ -614,39 +612,6 @@ class GradientAccumulator:
             random_state.put_back(random)
             terms = opened.terms_of(loss_fn, model, step)
         return terms
-
-    def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
-        """Yield each microbatch on the device, as an open loop. Call `backward` once in the body of the loop.
-
-        Args:
-            batch: This rank's samples, as for `forward_backward`.
-            weigh: Counts the weight of a microbatch from the data, as in `megabatch.loss`. Without it, gradients need
-                one more factor in `finalize`.
-
-        Yields:
-            The microbatch, collated and on the device. A dummy microbatch looks like any other.
-        """
-        self._refuse_shapes("microbatches(), whose body may count tokens without a label")
-        if isinstance(weigh, CoupledLoss):
-            raise PlanError(
-                "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
-            )
-        if self._wrapper.is_pipeline:
-            raise PlanError(
-                "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
-            )
-        body = GradientAccumulator.microbatches if weigh is None else weigh  # this loop's key among losses
-        with self._guarded(), self._open_call(batch, body, LossHooks(weigh)) as call:
-            call.opened.count_call(call.agreement)
-            self._given = call.given
-            with contextlib.closing(iterate_steps(call.prepared, call.agreement, weigh, self._wrapper)) as steps:
-                for step in steps:
-                    self._step, self._before = step, Receipt.of(self._wrapper.accumulating)
-                    yield step.microbatch
-                    call.opened.check_whole()
-                    if self._step is step:  # backward() clears it
-                        raise MegabatchError(f"backward() was not called for microbatch {step.index}")
-                    del step  # with its microbatch
 
     @contextlib.contextmanager
     def microbatch(
@@ -734,7 +699,7 @@ class GradientAccumulator:
 
     @contextlib.contextmanager
     def _open_call(
-        self, batch: Batch, loss_fn: object, hooks: LossHooks, given: Plan | None = None, *, tunes: bool = False
+        self, batch: Batch, loss_fn: LossFunction | CoupledLoss, given: Plan | None, *, tunes: bool = True
     ) -> Generator["_Call"]:
         """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update.
 
@@ -743,7 +708,8 @@ class GradientAccumulator:
         if self._running or self._is_lost or self._loop is not None:
             self._refuse_to_add()
         wrapper, ownership, order = self._wrapper, self._ownership, self._wrapper.collective_order
-        self.ranks.position.verb = "forward_backward()" if tunes else "microbatches()"
+        hooks = loss_hooks(loss_fn)
+        self.ranks.position.verb = "forward_backward()"
         self.ranks.position.call += 1
         planner, prepared, failure = self._planner.of_call(batch), None, None
         tried = ownership.tried.get(loss_fn)  # None for a new loss
@@ -780,7 +746,7 @@ class GradientAccumulator:
             prepared = None  # its memory is not to be measured
             self._planner = cast(Any, self._tuner).fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
-            with self._open_call(batch, loss_fn, hooks, given) as call:
+            with self._open_call(batch, loss_fn, given, tunes=False) as call:
                 yield call
             return
         assert prepared is not None  # else its failure was raised
@@ -820,7 +786,7 @@ class GradientAccumulator:
                     watching.enter_context(watched(self.model, agreement.num_microbatches))
                 if self._sharing is not None and prepared.plan.shared:
                     watching.enter_context(self._sharing.computing(self.model))
-                divides = takes_divisor(cast(Any, loss_fn)) if tried is None else tried
+                divides = takes_divisor(loss_fn) if tried is None else tried
                 yield _Call(
                     self.model, wrapper, loss_fn, prepared, agreement, self._open, hooks, divides, is_new=tried is None
                 )
@@ -832,7 +798,7 @@ class GradientAccumulator:
                 self.lower_limit(plan.bound_of(ran) if ran else None)
         finally:
             order.is_compared = False
-            if self._running:  # the loss raised, or the loop was left early
+            if self._running:  # the loss raised
                 self._is_lost = was_open  # and with it the weights that open() was told
                 self._abandon()
 
@@ -866,8 +832,8 @@ class GradientAccumulator:
         """Raise `MegabatchError` since no call can add to the update."""
         if self._running:
             raise MegabatchError(
-                "forward_backward(), microbatches() or microbatch() was called inside the loop or the loss of another "
-                "such call; finish one before the next"
+                "forward_backward() or microbatch() was called inside the loss of another call; finish one before the "
+                "next"
             )
         if self._loop is not None:
             raise MegabatchError("the update consists of microbatch(), and no call adds to it; finalize() it before")
@@ -885,30 +851,6 @@ class GradientAccumulator:
             self._remembered, self._was_finite = ByLoss(), True
         make = self._remembered.get(loss_fn)
         return None if make is None else make()
-
-    def backward(self, total: Tensor | Mapping[str, Any], weight: Tensor | float | None = None) -> None:
-        """Differentiate one microbatch of the open loop `microbatches`.
-
-        Args:
-            total: Scalar tensor, the sum over the microbatch, or a mapping of names to ``(total, weight)``.
-            weight: The weight of the total. You may omit it if ``weigh`` counted it.
-
-        Raises:
-            MegabatchError: No microbatch waits for its backward.
-            LossContractError: A total or a weight that breaks the contract.
-        """
-        if self._step is None or self._open is None:
-            raise MegabatchError(
-                "backward() belongs once in the body of a loop over microbatches(); there is none to run"
-            )
-        terms = terms_given(total, weight, self._step.weighed)
-        if self._before is not None:
-            self._ownership.check_unmoved(self._before)
-            if self._step.index == 0:
-                self._ownership.check_reach(None, self._before, terms, [self._step.microbatch, self._given])
-            self._before = None
-        self._open.backward_once(terms, self._step)
-        self._step = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
         """Close the update. ``p.grad`` is then its gradient. Collective.
@@ -934,7 +876,7 @@ class GradientAccumulator:
             raise MegabatchError(f"{LOST}; give its samples again")
         if self._open is None or self._running:
             raise MegabatchError(
-                "finalize() was called and no update is open: call forward_backward(), or run a loop of microbatches, "
+                "finalize() was called and no update is open: call forward_backward(), or run a loop of microbatch(), "
                 "before, and again if it raised"
             )
         check_positive(max_norm=max_norm, weight=weight)
@@ -1072,7 +1014,7 @@ class GradientAccumulator:
     def _abandon(self) -> None:
         """Drop the open update and its gradient: an update is never applied in part."""
         self.ranks.position.call = 0
-        self._open, self._step, self._before, self._given, self._running = None, None, None, None, False
+        self._open, self._running = None, False
         if self._loop is not None:
             self._loop.is_dropped, self._loop = True, None
         self._ownership.release()

@@ -24,8 +24,6 @@ SIGNATURES = {
     GradientAccumulator.evaluate: "(self, batch, loss_fn)",
     GradientAccumulator.tune: "(self, batch, loss_fn)",
     GradientAccumulator.reserve_for: "(self, optimizer)",
-    GradientAccumulator.microbatches: "(self, batch, weigh=None)",
-    GradientAccumulator.backward: "(self, total, weight=None)",
     GradientAccumulator.finalize: "(self, *, max_norm=None, weight=None)",
     GradientAccumulator.open: "(self, weights=None)",
     GradientAccumulator.plan: "(self, batch)",

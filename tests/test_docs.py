@@ -126,15 +126,17 @@ def test_other_losses_are_exact(name: str) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_before_and_after_are_the_same_loop() -> None:
-    """The open loop of the page gives what forward_backward gives."""
+    """The loop of the page gives what forward_backward gives."""
     names = ran("docs/coming-from.md")
     gradient, samples = names["gradient"], names["samples"]
-    gradient.forward_backward(samples, losses.next_token)
+    gradient.forward_backward(samples[:32], losses.next_token)
     expected = gradient.finalize().loss
-    for microbatch in gradient.microbatches(samples, names["targets"]):
-        logits = names["model"](microbatch["input_ids"])[:, :-1].flatten(0, 1)
-        targets = microbatch["labels"][:, 1:].flatten()
-        gradient.backward(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    padded, num_targets = names["padded"], names["num_targets"]
+    for index, microbatch in enumerate(padded):
+        with gradient.microbatch(index, of=len(padded), update_weight=num_targets) as part:
+            logits = names["model"](microbatch["input_ids"])[:, :-1].flatten(0, 1)
+            targets = microbatch["labels"][:, 1:].flatten()
+            part.scale(torch.nn.functional.cross_entropy(logits, targets, reduction="sum")).backward()
     assert gradient.finalize().loss == pytest.approx(float(expected), rel=1e-6)
 
 

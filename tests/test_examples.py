@@ -33,7 +33,7 @@ MAX_LINES_OF |= {
     "seq2seq.py": 40,
     "nanogpt_loop.py": 63,
 }
-QUICK = ["experts", "images", "learner", "loop", "nanogpt_loop", "own_loop", "own_loss", "several_terms", "two_towers"]
+QUICK = ["experts", "images", "learner", "loop", "nanogpt_loop", "own_loss", "several_terms", "two_towers"]
 OF_RECIPES = ["classification", "dpo", "masked", "seq2seq"]  # run by tests/train/test_loss_recipes.py
 ON_RANKS = ["ddp", "fsdp2"]
 IN_OTHER_LOOPS = ["trainer", "accelerated", "module"]
@@ -133,13 +133,6 @@ def test_a_loop_of_another_library_learns(name: str) -> None:
 def test_a_loss_of_your_own() -> None:
     assert example("own_loss").startswith("exact: worst relative error of a gradient")
     assert_falls(numbers(example("own_loss"), "loss "), by=1.5)
-
-
-@pytest.mark.full
-def test_a_loop_of_your_own() -> None:
-    assert_falls(losses := numbers(example("own_loop"), "loss "), by=1.5)
-    hardest = numbers(example("own_loop"), "hardest byte ")
-    assert all(most > mean for most, mean in zip(hardest, losses, strict=True))
 
 
 @pytest.mark.full

@@ -165,7 +165,6 @@ class OpenUpdate:
         self.is_taken = False  # True if the gradient on this rank was changed between two calls
         # State that a microbatch adds outside of gradients: its name, and a function that undoes it after a failure.
         self.taking_back: list[tuple[str, Callable[[], object]]] = []
-        self._failed: int | None = None  # the microbatch of an open loop whose backward has failed
         self._counted = 0.0
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
         self._all_have_gradients = False
@@ -294,21 +293,6 @@ class OpenUpdate:
             separate_gradients(self._wrapper.accumulating)
             self._all_have_gradients = all(each.grad is not None for each in self._wrapper.accumulating)
         return sums
-
-    def backward_once(self, terms: Mapping[str, Term], step: MicrobatchStep) -> None:
-        """Run `backward` for an open loop, which cannot undo a failed backward: the update is then lost."""
-        self.check_whole()
-        self._failed = step.index
-        self.backward(terms, step)
-        self._failed = None
-
-    def check_whole(self) -> None:
-        """Raise `MegabatchError` if a backward has failed half-way."""
-        if self._failed is not None:
-            raise MegabatchError(
-                f"backward() failed for microbatch {self._failed} when some gradients may have come, so the update is "
-                "lost; let its error pass, and begin the update again"
-            )
 
     def objective(self, terms: Mapping[str, Term], step: MicrobatchStep) -> Tensor:
         """Return the scalar to differentiate: the sum of totals over their divisors, zero for a dummy microbatch."""

@@ -199,17 +199,6 @@ def terms_of(returned: Any) -> dict[str, Term]:
     return terms
 
 
-def terms_given(
-    total: Tensor | Mapping[str, Any], weight: Tensor | float | None, weighed: Mapping[str, float]
-) -> dict[str, Term]:
-    """Return the arguments of `backward` as named terms. A weight that is left out is the weighed one."""
-    if isinstance(total, Mapping):
-        return terms_of(total)
-    if weight is None and len(weighed) != 1:
-        raise LossContractError("backward() was given no weight and weigh counted none; give backward(total, weight)")
-    return terms_of((total, next(iter(weighed.values())) if weight is None else weight))
-
-
 def differentiable(terms: Mapping[str, Term]) -> list[str]:
     """Return the names of the terms that carry a gradient. The others are metrics."""
     return [name for name, term in terms.items() if term.total.requires_grad]

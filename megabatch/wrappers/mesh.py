@@ -22,7 +22,6 @@ AXES = DATA_AXES + CONTEXT_AXES + MODEL_AXES
 
 VERBS = (
     "no call", "forward_backward()", "finalize()", "forward()", "evaluate()", "open()", "microbatch()",
-    "microbatches()",
 )  # fmt: skip
 HEADER_SIZE = 6
 MESSAGE_SIZE = 48  # numbers of a message, with its header; a longer one has the size of its numbers

@@ -209,16 +209,7 @@ def checkpointed(model: nn.Module, mesh: DeviceMesh, samples: list[Sample]) -> N
     alone(model, mesh, samples)
 
 
-def open_loop(model: nn.Module, mesh: DeviceMesh, samples: list[Sample]) -> None:
-    gradient = GradientAccumulator(model, mesh=mesh, micro_batch_size=LARGEST_MICROBATCH)
-    mine = samples[mesh.get_local_rank("dp") :: mesh.size(0)]
-    for microbatch in gradient.microbatches(mine, losses.count_targets):
-        gradient.backward(losses.next_token(model, microbatch).total)
-    gradient.finalize()
-
-
 WAYS: dict[str, Way] = {
-    "open-loop": open_loop,
     "alone": alone,
     "checkpointed": checkpointed,
     "plain": accumulated(plain, 1),

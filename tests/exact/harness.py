@@ -222,8 +222,11 @@ def run(this: CellRun) -> dict[str, Any]:
             this.copy_weights()
         if cell.way in OPENED:
             gradient.open(told(this, calls) if cell.way == "told" else None)
-        for index, call in enumerate(calls):
-            _forward_backward(this, gradient, this.loss_fn(index), call)
+        if cell.way == "open" and any(share for call in calls for share in call):
+            _run_loop(this, gradient, calls)
+        else:
+            for index, call in enumerate(calls):
+                _forward_backward(this, gradient, this.loss_fn(index), call)
         divisor = GIVEN_DIVISOR if cell.loss == "given" else None
         update = gradient.finalize(max_norm=MAX_NORM[cell.clip], weight=divisor)
         if judge(this, update, calls, divisor):
@@ -247,12 +250,7 @@ def _optimizer(parameters: Iterable[nn.Parameter], cell: Cell) -> torch.optim.Op
 
 
 def _forward_backward(this: CellRun, gradient: GradientAccumulator, loss_fn: Callable[..., Any], call: Call) -> None:
-    """One call, closed or open; a closed one returns this rank's sums."""
-    if this.cell.way == "open":
-        for microbatch in gradient.microbatches(this.batch(call), this.weigh()):
-            total, weight = this.sums(this.model, microbatch)["loss"]
-            gradient.backward(total, weight)
-        return
+    """One call, which returns this rank's sums."""
     returned = gradient.forward_backward(this.batch(call), loss_fn)
     share = call[this.rank]
     this.found.expect("names of the sums", sorted(returned), sorted(this.names) if any(call) else [])
@@ -263,6 +261,24 @@ def _forward_backward(this: CellRun, gradient: GradientAccumulator, loss_fn: Cal
         this.found.expect(f"the sum of {name!r} carries a gradient", term.total.requires_grad, False)
         this.found.near(f"this rank's weight of {name!r}", term.weight, float(weight))
         this.found.near(f"this rank's total of {name!r}", term.total, float(total))
+
+
+def _run_loop(this: CellRun, gradient: GradientAccumulator, calls: list[Call]) -> None:
+    """An update in a loop of `microbatch`, cut as calls are; a rank that has fewer repeats one with the weight 0."""
+    shares = [[sample for call in calls for sample in call[rank]] for rank in range(len(calls[0]))]
+    plans = [gradient.plan(share).microbatches for share in shares]
+    cuts = [[[share[row] for row in rows] for rows in plan] for share, plan in zip(shares, plans, strict=True)]
+    own, spare = cuts[this.rank], next(cut for cut in cuts if cut)[-1]
+    weights = [int(this.weights(oracle.collate(samples))["loss"]) for samples in own]
+    announced = {} if this.weigh() is None else {"update_weight": sum(weights)}
+    num_microbatches = max(map(len, cuts))
+    for index in range(num_microbatches):
+        is_dummy = index >= len(own)
+        microbatch = oracle.collate(spare if is_dummy else own[index])
+        with gradient.microbatch(
+            index, of=num_microbatches, sum_over=0 if is_dummy else weights[index], **announced
+        ) as part:
+            part.scale(this.sums(this.model, microbatch)["loss"][0]).backward()
 
 
 def judge(this: CellRun, update: Update, calls: list[Call], divisor: float | None) -> bool:
@@ -297,8 +313,9 @@ def judge(this: CellRun, update: Update, calls: list[Call], divisor: float | Non
 def _judge_report(this: CellRun, update: Update, expected: oracle.Answer, samples: list[oracle.Sample]) -> None:
     found, total = this.found, expected.weights["loss"]
     found.near("the weight", update.weight, GIVEN_DIVISOR if this.cell.loss == "given" else total)
-    found.expect("num_samples", int(update.num_samples), len(samples))
-    if this.cell.kind in ("list", "images"):
+    is_loop = this.cell.way == "open"  # which knows microbatches, and no samples
+    found.expect("num_samples", int(update.num_samples), 0 if is_loop else len(samples))
+    if this.cell.kind in ("list", "images") and not is_loop:
         found.expect("num_tokens", int(update.num_tokens), sum(map(length, samples)))
     if total:
         found.near("the loss", update.loss, expected.loss)

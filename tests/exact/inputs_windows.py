@@ -158,19 +158,6 @@ def parameters_that_some_ranks_do_not_use(user: User, variant: Wrap) -> None:
     user.expect(accumulator.model, reference)
 
 
-@right(2, 3, **WRAPS)
-def an_open_loop_in_an_opened_update(user: User, variant: Wrap) -> None:
-    reference = regressor()
-    accumulator = user.accumulator(variant(copy.deepcopy(reference)), sync="last")
-    accumulator.open(weights={"error": num_rows(user)})
-    for batch in (FIRST, SECOND):
-        for microbatch in accumulator.microbatches(user.rows(batch)):
-            accumulator.backward({"error": squares(accumulator.model, microbatch)})
-    accumulator.finalize()
-    mean_square(reference, FIRST, SECOND)
-    user.expect(accumulator.model, reference)
-
-
 def wide(model: nn.Module) -> nn.Module:
     return fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
@@ -567,7 +554,7 @@ def outputs_that_are_not_of_tokens(user: User) -> None:
 @refused(MegabatchError, "call it before the first or after the last", 1, 2, 3)
 def a_forward_in_a_loop(user: User) -> None:
     accumulator = user.accumulator(regressor())
-    for _ in accumulator.microbatches(numbers()):
+    with accumulator.microbatch(0, of=1, sum_over=1):
         accumulator.forward(numbers(), scores)
 
 

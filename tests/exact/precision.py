@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch
-from megabatch import GradientAccumulator
+from megabatch import GradientAccumulator, loss
 from tests.exact import models
 from tests.exact.oracle import whole_error
 
@@ -207,12 +207,16 @@ def language_error(num_microbatches: int, accumulate: torch.dtype | None) -> tup
     uncut = models.gpt2(torch.bfloat16)
     _token_sum(uncut, ids).div(num_targets).backward()
     gradient = GradientAccumulator(model, micro_batch_size=1, accumulate_dtype=accumulate)
-    batch = {"input_ids": ids}
-    for microbatch in gradient.microbatches(batch, weigh=lambda each: each["input_ids"][:, 1:].numel()):
-        gradient.backward(_token_sum(model, microbatch["input_ids"]))
+    gradient.forward_backward({"input_ids": ids}, _language)
     assert gradient.finalize().finite
     expected = gradients(reference)
     return whole_error(gradients(model), expected), whole_error(gradients(uncut), expected)
+
+
+@loss(weigh=lambda microbatch: microbatch["input_ids"][:, 1:].numel())
+def _language(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    ids = microbatch["input_ids"]
+    return _token_sum(model, ids), ids[:, 1:].numel()
 
 
 def _token_sum(model: nn.Module, ids: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ BATCH = samples(TARGETS)
 LENGTHS = [len(sample["x"]) for sample in BATCH]
 ROWS = (  # told, look_ahead, case, kind, loss, bound, way
     ("told", 1, "uneven-ranks", "list", "weigh", "one-sample", "forward_backward"),
-    ("told", 2, "C-R", "list", "weigh", "tokens", "open"),
+    ("told", 2, "C-R", "list", "weigh", "tokens", "forward_backward"),
     ("told", 0, "short-tail", "images", "weigh", "one-sample", "forward_backward"),
     ("told", 1, "calls-empty-ranks", "list", "mixed", "two-samples", "forward_backward"),
     ("told", 3, "empty-first-rank", "list", "weigh", "two-samples", "forward_backward"),
@@ -182,7 +182,7 @@ def test_same_bits_loads_and_memory_on_two_ranks(of_two_ranks, job):
         check(cell, result)
         found = result["value"]
         assert set(found["times"]) <= times
-        assert keeps or found["most"] <= int(look_ahead) + 1 + (cell.way == "open")  # the loop's own variable
+        assert keeps or found["most"] <= int(look_ahead) + 1
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ def test_a_load_that_raises_in_the_middle_leaves_nothing():
     assert same_bits(gradients(gradient.model), expected(gradient.model, BATCH))
 
 
-def test_a_loss_that_raises_and_a_loop_that_is_left_end_the_thread():
+def test_a_loss_that_raises_ends_the_thread():
     gradient, loads = accumulator(), []
 
     def broken(model, microbatch):
@@ -272,9 +272,6 @@ def test_a_loss_that_raises_and_a_loop_that_is_left_end_the_thread():
     with pytest.raises(ArithmeticError):
         gradient.forward_backward(counted(BATCH, loads), broken)
     assert no_thread_is_left()
-    for _ in gradient.microbatches(counted(BATCH, loads, weights=TARGETS), count):
-        break
-    assert no_thread_is_left()
     assert set(loads) <= {row for rows in gradient.plan(BATCH).microbatches[:2] for row in rows}
 
 
@@ -282,14 +279,8 @@ def test_a_loss_that_raises_and_a_loop_that_is_left_end_the_thread():
 def test_a_wrong_weight_is_an_error(told):
     gradient = accumulator()
     batch = Deferred(BATCH.__getitem__, LENGTHS, told)
-
-    def in_an_open_loop():
-        for microbatch in gradient.microbatches(batch, count):
-            gradient.backward(squares(gradient.model, microbatch)[0])  # its weight is what weigh counts
-
-    for run in (lambda: gradient.forward_backward(batch, weighed), in_an_open_loop):
-        with pytest.raises(LossContractError, match=r"weigh counted \d+ from the data but the loss returned"):
-            run()
+    with pytest.raises(LossContractError, match=r"weigh counted \d+ from the data but the loss returned"):
+        gradient.forward_backward(batch, weighed)
     assert all(each is None for each in gradients(gradient.model))
 
 

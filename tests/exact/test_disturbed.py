@@ -160,16 +160,15 @@ def _stepped_after_a_forward(sync: str) -> dict[str, Any]:
 
 
 def _left_early(gradient: GradientAccumulator, this: harness.CellRun, batch: Any) -> str:
-    """The open loop is left after one backward and one forward, and then closed."""
-    for index, microbatch in enumerate(gradient.microbatches(batch, this.weigh())):
-        total, weight = _pair(this.model, microbatch)
-        if index:
-            break
-        gradient.backward(total, weight)
+    """A loop of `microbatch` is left after the first of two, and then closed."""
+    microbatch = oracle.collate(batch[:1])
+    with gradient.microbatch(0, of=2, sum_over=int(_weigh(microbatch))) as part:
+        part.scale(_pair(this.model, microbatch)[0]).backward()
     try:
         gradient.finalize()
         return "an update"
     except MegabatchError as error:
+        gradient.discard()
         return type(error).__name__
 
 

@@ -160,7 +160,7 @@ def test_a_loop_that_prepares_the_next_batch(kind):
         assert not len(batch) or is_right(gradient, updates[number])
 
 
-def test_two_batches_and_an_open_loop():
+def test_two_batches():
     first, second, third = samples(TARGETS), samples(OTHERS), samples(TARGETS)
     gradient, noting = accumulator(), Noting()
     for batch in (third, first, second):  # the last two are kept
@@ -168,8 +168,7 @@ def test_two_batches_and_an_open_loop():
         finish(gradient)
     noting.take()
     gradient.forward_backward(second, noting.loss_fn)
-    for microbatch in gradient.microbatches(first, noting.weigh):
-        gradient.backward(squares(gradient.model, microbatch)[0])
+    gradient.forward_backward(first, noting.loss_fn)
     assert {thread for thread, _ in noting.calls} == {"MainThread"}
     assert noting.take() == set()  # prepared microbatches are weighed again, and no others
     noting.take()

@@ -276,7 +276,6 @@ REFUSALS = {
     "dynamic positions": lambda: accumulate(of_kind(GPT2LMHeadModel, rope_parameters={"rope_type": "dynamic"}), []),
     "own loss": refused_call(lambda each: each.forward_backward(shapes.samples_of([3], 0), OWN)),
     "joint loss": refused_call(lambda each: each.forward_backward(shapes.samples_of([3], 0), JointLoss(len, len))),
-    "loop": refused_call(lambda each: next(each.microbatches(shapes.samples_of([3], 0)))),
     "own loop": refused_call(lambda each: each.microbatch(0, of=1).__enter__()),
     "no labels": refused_call(
         lambda each: each.forward_backward([{"input_ids": torch.ones(3).long()}] * 3, losses.next_token)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from megabatch import CostModel
+from megabatch import CostModel, loss
 from megabatch.autotune.memory import Budget
 from megabatch.autotune.tuner import PolicyMemory
-from megabatch.losses.contract import weigh_of
+from megabatch.losses.contract import Weigh, weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.autotune.choices import TunedChoices, choose_rest
 from megabatch.train.autotune.fsdp_comm_bytes import measure_comm
@@ -172,19 +172,24 @@ def counts_of(context: RunContext, sync: str | None) -> dict[str, Any]:
     """The collectives of a second update, the bytes of its gradient between two microbatches, and both as expected."""
     model, batch, loss_fn = context.model.model, context.updates.peek(), context.loss_fn
     gradient = build_accumulator(model, context.config, None, sync)
-    kept = 0
-    for _ in range(2):
+    kept: list[int] = []
+
+    @loss(weigh=cast(Weigh, weigh_of(loss_fn)))
+    def noting(model: Any, microbatch: Any) -> Any:
+        kept.append(sum(each.nbytes for each in held(model)) if len(kept) == 2 else 0)
+        return loss_fn(model, microbatch)
+
+    for _ in range(2):  # the first call of a loss also checks it
+        kept.clear()
         with Collectives() as collectives:
-            for index, microbatch in enumerate(gradient.microbatches(batch, weigh_of(loss_fn))):
-                kept = sum(each.nbytes for each in held(model)) if index == 2 else kept
-                gradient.backward(*loss_fn(model, microbatch))
+            gradient.forward_backward(batch, noting)
         gradient.finalize()
     assert gradient.last_plan is not None
     reductions, policy = measure_comm(model, None), gradient.last_plan.sync
     return {
         "sync": policy,
         "table": collectives.table(),
-        "kept": kept,
+        "kept": kept[2],
         "num_microbatches": gradient.last_plan.num_microbatches,
         "sent": reductions.sent_bytes(policy, gradient.last_plan.num_microbatches, 1),
         "more": reductions.more_bytes(LAST),

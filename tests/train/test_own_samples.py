@@ -94,9 +94,12 @@ def run(updates: Updates, update: Any, model: nn.Module) -> list[tuple[Any, Any,
     found = []
     for samples in updates:
         sizes: list[int] = []
-        for microbatch in gradient.microbatches(samples):
+
+        def noting(model: Any, microbatch: Any, sizes: list[int] = sizes) -> Any:
             sizes.append(len(microbatch["labels"]))
-            gradient.backward(*classification(model, microbatch))
+            return classification(model, microbatch)
+
+        gradient.forward_backward(samples, noting)
         found.append((gradient.finalize(), gradient.last_plan, sizes))
     return found
 

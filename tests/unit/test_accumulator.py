@@ -15,7 +15,6 @@ from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError
 from megabatch.batching.samples import pad_right
 from megabatch.errors import MicrobatchLimit
 from megabatch.planning.limits import TunedLimit
-from tests.unit import small
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed
 
 TARGETS = [3, 1, 0, 5, 2, 4, 1]  # 16 of them: dividing by a power of two rounds nothing
@@ -58,29 +57,6 @@ def test_an_update_without_weight_leaves_no_gradient(batch, loss_fn):
     assert gradients(model) == [None, None, None]
     assert (bool(update.finite), float(update.weight), update.problem()) == (False, 0, None)
     assert update.num_samples == len(batch)
-
-
-@pytest.mark.parametrize(("weigh", "say_weight"), [(None, True), (small.count, True), (small.count, False)])
-def test_the_open_loop_is_forward_backward(weigh, say_weight):
-    model = model_of_integers()
-    gradient = GradientAccumulator(model, micro_batch_size=3)
-    for microbatch in gradient.microbatches(BATCH, weigh):
-        total, weight = squares(model, microbatch)
-        gradient.backward(total, weight if say_weight else None)
-    opened = gradient.finalize(max_norm=2.0)
-    closed, other = run(BATCH, squares if weigh is None else weighed, finalize={"max_norm": 2.0}, micro_batch_size=3)
-    assert same_bits(gradients(model), gradients(other))
-    for name in ("loss", "weight", "finite", "grad_norm"):
-        assert torch.equal(getattr(opened, name), getattr(closed, name))
-
-
-def test_the_open_loop_takes_a_mapping_of_terms():
-    model = model_of_integers()
-    gradient = GradientAccumulator(model, micro_batch_size=3)
-    for microbatch in gradient.microbatches(BATCH, lambda microbatch: {"one": small.count(microbatch)}):
-        gradient.backward({"one": squares(model, microbatch), "rows": (torch.tensor(3.0), 1)})
-    assert set(gradient.finalize().terms) == {"one", "rows"}
-    assert same_bits(gradients(model), expected(model, BATCH))
 
 
 def test_plan_runs_nothing():

@@ -149,12 +149,13 @@ def test_an_error_in_the_first_body_is_forgotten(gradient) -> None:
 
 def test_a_nested_call_and_the_printed_update_name_what_is_known() -> None:
     gradient = GradientAccumulator(small.model_of_integers(), micro_batch_size=1)
-    for microbatch in gradient.microbatches(BATCH[:1]):
-        with pytest.raises(
-            MegabatchError, match=r"^forward_backward\(\), microbatches\(\) or microbatch\(\) was called"
-        ):
+
+    def nested(model: Any, microbatch: Any) -> Any:
+        with pytest.raises(MegabatchError, match=r"^forward_backward\(\) or microbatch\(\) was called"):
             gradient.forward_backward(BATCH, small.squares)
-        gradient.backward(*small.squares(gradient.model, microbatch))
+        return small.squares(model, microbatch)
+
+    gradient.forward_backward(BATCH[:1], nested)
     assert "1 samples, " in str(gradient.finalize())
     run(gradient)
     assert "over weight 8, 4 microbatches, finite" in str(gradient.finalize())

@@ -46,13 +46,14 @@ def test_an_update_asks_the_device_for_nothing(name: str) -> None:
         bool(update.finite)
 
 
-def test_nor_does_an_open_loop() -> None:
+def test_nor_does_a_loop_of_ones_own() -> None:
     model = model_of(torch.float32)
     gradient = GradientAccumulator(model, micro_batch_size=2)
-    texts = [{name: each[name] for name in ("input_ids", "labels")} for each in samples()]
-    for microbatch in gradient.microbatches(texts, weigh=losses.next_token.weigh):
-        gradient.backward(*losses.next_token(model, microbatch))
-    assert gradient.finalize().num_microbatches == 3
+    texts = [{name: each[name][None].to(META) for name in ("input_ids", "labels")} for each in samples()]
+    for index, microbatch in enumerate(texts):
+        with gradient.microbatch(index, of=len(texts), sum_over=microbatch["labels"].numel() - 1) as part:
+            part.scale(losses.next_token(model, microbatch).total).backward()
+    assert gradient.finalize().num_microbatches == len(texts)
 
 
 def test_a_loss_that_asks_is_found() -> None:

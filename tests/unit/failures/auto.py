@@ -70,7 +70,6 @@ def untold(ask: Callable[[], float]) -> None:
 
 FAILURES = {
     "a plan before the bound is chosen": Failure(NOT_YET, lambda: auto().plan(SAMPLES)),
-    "a loop before the bound is chosen": Failure(NOT_YET, lambda: next(auto().microbatches(SAMPLES))),
     "memory beside a bound": Failure(
         'memory_bytes … max_microbatch_tokens="auto"', lambda: auto(micro_batch_size=1, memory_bytes=1)
     ),

@@ -60,12 +60,6 @@ def replaced_divisor_of_two_terms() -> None:
     gradient.finalize(weight=3.0)
 
 
-def backward_without_weight() -> None:
-    gradient = accumulator()
-    for microbatch in gradient.microbatches(SAMPLES):
-        gradient.backward(squares(gradient.model, microbatch)[0])
-
-
 def meaning(make: Callable[[Tensor], Any], counted: Any = 2) -> Callable[..., Any]:
     """`mean` of a loss that returns what ``make`` makes of the squared predictions."""
     return mean(returning(make), over=lambda microbatch: counted)
@@ -143,7 +137,6 @@ FAILURES = (
             LossContractError,
         ),
         "weight= and two terms": Failure("weight= … ['one', 'two']", replaced_divisor_of_two_terms, LossContractError),
-        "backward without a weight": Failure("backward()", backward_without_weight, LossContractError),
         "a mean, to verify": Failure("()", lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES), LossContractError),
     }
 )

@@ -40,11 +40,6 @@ def reaching() -> None:
     accumulator(model).forward_backward(SAMPLES, coupling(lambda encoded: ((encoded * model.weight).sum(), 1)))
 
 
-def in_a_loop() -> None:
-    for _ in accumulator().microbatches(SAMPLES, coupling(squares)):
-        pass
-
-
 JOINT = {
     "encode returns nothing": (encoding(lambda outputs: ()), f"encode returned nothing; expected {ROWS}"),
     "encode returns a number": (encoding(lambda outputs: 3.0), f"encode returned a float; expected {ROWS}"),
@@ -66,7 +61,6 @@ FAILURES = {
     for name, (loss_fn, text) in JOINT.items()
 } | {
     "a joint loss that reaches a parameter": Failure(REACHED, reaching, LossContractError),
-    "a joint loss in a loop": Failure("microbatches() … JointLoss", in_a_loop),
 }
 
 

@@ -47,7 +47,6 @@ AS_MANY = "given 1 and … 2 microbatches"
 JOINT = "JointLoss"
 STEPS = "(1, 3) microbatches"
 OTHER_STEPS = "other schedule steps"
-OPEN_LOOP = "a call together"
 
 
 def said(*shape: int) -> Callable[..., Tensor]:
@@ -119,10 +118,6 @@ def _own_loop() -> None:
     GradientAccumulator(pipeline(), micro_batch_size=1).microbatch(0, of=1, sum_over=1).__enter__()
 
 
-def _open_loop() -> None:
-    next(GradientAccumulator(pipeline(), micro_batch_size=1).microbatches(SAMPLES))
-
-
 FAILURES = {
     "a mesh without pp": Failure(NO_AXIS, lambda: pipeline(axes=("dp",))),
     "an unknown schedule": Failure(NO_SCHEDULE, lambda: pipeline(schedule="gpipe")),
@@ -143,7 +138,6 @@ FAILURES = {
     "a pipeline that is called": Failure(CALLED, lambda: pipeline()(SAMPLES[0]["x"]), MegabatchError),
     "another mesh": Failure(OTHER_MESH, lambda: update(mesh=mesh("dp_shard", "pp"))),
     "a joint loss": Failure(JOINT, lambda: update(JointLoss(_without_call, _without_call))),
-    "an open loop": Failure(OPEN_LOOP, _open_loop),
     "a loop of one's own": Failure("a pipeline … microbatch", _own_loop),
     "a loss that does not call": Failure(NOT_CALLED, lambda: update(_without_call)),
     "a loss that calls twice": Failure(CALLED_TWICE, lambda: update(_twice), LossContractError),
