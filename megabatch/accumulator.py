@@ -225,7 +225,6 @@ class GradientAccumulator:
         self._open: OpenUpdate | None = None
         self._is_lost = False  # a call failed after others had added to the update; reset by finalize() and discard()
         self._num_compared_calls = 0
-        self._early: Any = None  # EarlyPreparations, after prepare()
         self._running = False  # inside a call, between its first microbatch and its last
         self._loop: Any = None  # a UserLoop, from the first microbatch() of an update to finalize()
         self.last_plan: Plan | None = None
@@ -307,20 +306,22 @@ class GradientAccumulator:
                 self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
 
-    def prepare(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:
+    def prepare(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> Batch:
         """Split, collate and weigh the batch of a later call in a thread, while the device works.
 
-        Call it between `forward_backward` and `finalize` with the next batch. The call that is given the same tensors
-        and the same loss takes what was prepared, and computes the same bits. A batch with an error raises in its call,
-        on all ranks. This method is not collective, and you may leave it out on any rank.
+        Call it between `forward_backward` and `finalize` with the next batch, and give what it returns to the later
+        call in place of the batch. That call computes the same bits. A batch with an error raises in its call, on all
+        ranks. This method is not collective, and you may leave it out on any rank.
 
-        Leave the samples and the model's config as they are until the call: it prepares samples anew that have other
-        tensors or were written to by torch, and does not see writes through numpy, ``.data`` or other processes.
-        ``weigh`` and ``length`` run in the thread. Two batches are kept, the last ones.
+        Leave the samples and the model's config as they are until the call. ``weigh`` and ``length`` run in the thread.
+        The call prepares the samples itself if it has another loss or another limit, if torch has written to the
+        samples since, and if it is the second with this batch.
 
-        It does nothing for a collate function of your own and a loss with ``prepare=`` of its own, which may draw
-        random numbers, for a `Deferred` batch, for samples that are not dicts of tensors on the CPU, for an "auto"
-        limit that is not measured yet, and for a pipeline on several data ranks, which agree on its schedule steps.
+        Returns:
+            A batch of the same samples. It is the batch itself, and nothing is prepared, for a collate function of your
+            own and a loss with ``prepare=`` of its own, which may draw random numbers, for a `Deferred` batch, for
+            samples that are not dicts of tensors on the CPU, and for a pipeline on several data ranks, which agree on
+            its schedule steps.
 
         Args:
             batch: This rank's samples, as for `forward_backward`.
@@ -328,12 +329,10 @@ class GradientAccumulator:
         """
         hooks = loss_hooks(loss_fn)
         if not self._planner.is_repeatable(hooks):
-            return
-        if self._early is None:
-            from megabatch.batching.early_preparation import EarlyPreparations
+            return batch
+        from megabatch.batching.early_preparation import prepare_early
 
-            self._early = EarlyPreparations()
-        self._early.begin(batch, partial(self._planner.prepare, hooks=hooks), (self._planner, hooks))
+        return prepare_early(batch, partial(self._planner.prepare, hooks=hooks), (self._planner, hooks, None))
 
     def open(self, weights: Mapping[str, float] | float | None = None) -> None:
         """Open an update of several calls, before the first. Gradients are then reduced once, in `finalize`.
@@ -513,7 +512,7 @@ class GradientAccumulator:
 
         Args:
             batch: A mapping of tensors with samples in dim 0, or a list of samples, which are mappings of tensors of
-                any length. A rank may have no sample, ``[]``.
+                any length, or what `prepare` returned. A rank may have no sample, ``[]``.
             loss_fn: ``loss_fn(model, microbatch)`` returns ``(total, weight)``, scalars, or a mapping of names to such
                 pairs. It sums and counts, and never divides.
             plan: The cut of an earlier call with samples of the same lengths, ``last_plan``. The microbatches are then
@@ -723,10 +722,9 @@ class GradientAccumulator:
                 self._tuner.check_call(self._planner, batch, loss_fn, self._open)
             if self._shapes is not None:
                 self._shapes.check(loss_fn)
-            if self._early is not None and given is None:
-                prepared = self._early.take(batch, (planner, hooks))
-            if prepared is None:
-                prepared = planner.prepare(batch, hooks, given)
+            early = getattr(batch, "preparation", None)  # of a batch that `prepare` returned
+            prepared = early and early.take((planner, hooks, given))
+            prepared = prepared or planner.prepare(batch, hooks, given)
         except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
             failure = error
         is_outgrown = (
@@ -912,7 +910,7 @@ class GradientAccumulator:
         self._was_finite, self._loop = update.finite, None
         position.update, position.call = position.update + 1, 0
         if self._meter is not None and (cost := self._meter.end_update()) != self._planner.cost:
-            self._planner = replace(self._planner, cost=cost)  # which discards what prepare() has made
+            self._planner = replace(self._planner, cost=cost)
         return update
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:

@@ -129,14 +129,15 @@ def run_prepare(job: Job) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=job.is_cuda)
             gradient = GradientAccumulator(model, max_microbatch_tokens=job.pick(8192, 128))
             following = iter([*updates[1:], *updates])
+            early: list[Any] = []  # the next update, as prepare() returned it
 
             def run(
                 update: list[models.Sample], gradient: Any = gradient, optimizer: Any = optimizer,
-                following: Any = following if prepares else None,
+                following: Any = following if prepares else None, early: list[Any] = early,
             ) -> None:  # fmt: skip
-                gradient.forward_backward(update, losses.next_token)
+                gradient.forward_backward(early.pop() if early else update, losses.next_token)
                 if following is not None:
-                    gradient.prepare(next(following), losses.next_token)
+                    early.append(gradient.prepare(next(following), losses.next_token))
                 if gradient.finalize(max_norm=1.0).finite:
                     optimizer.step()
 

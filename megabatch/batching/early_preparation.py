@@ -1,111 +1,75 @@
-"""Batches that a thread prepares before their calls; loaded only by `GradientAccumulator.prepare`."""
+"""Batches that a thread prepares before their calls, see `GradientAccumulator.prepare`."""
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from torch import Tensor
 
 from megabatch.batching.samples import Batch
 from megabatch.torch_private import count_writes
 
-MAX_BATCHES = 2  # that are kept
-Settings = tuple[Any, Any]  # the planner and the hooks of the loss
-IS_CPU = operator.attrgetter("is_cpu")  # of every tensor of a batch
-
-
-class EarlyPreparations:
-    """The newest batches that threads prepare before their calls."""
-
-    def __init__(self) -> None:
-        self.batches: list[EarlyPreparation] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "EarlyPreparations":
-        return EarlyPreparations()  # threads have no copy
-
-    def begin(self, batch: Batch, prepare: Callable[[Batch], Any], settings: "Settings") -> None:
-        """Begin ``prepare(batch)`` in a thread. Do nothing for samples whose changes would not be seen."""
-        snapshot = BatchSnapshot.of(batch)
-        if snapshot is None or not all(map(IS_CPU, snapshot.tensors)):  # a device's stream is another one in the thread
-            return
-        early = EarlyPreparation(batch, prepare, settings, snapshot)
-        self.batches = [*self.batches[1 - MAX_BATCHES :], early]
-
-    def take(self, batch: Batch, settings: "Settings") -> Any:
-        """Return what was prepared for a batch. None if there is nothing for these samples as they are now."""
-        snapshot = BatchSnapshot.of(batch) if self.batches else None
-        if snapshot is not None:
-            for early in self.batches:
-                if early.is_of(snapshot, settings):
-                    self.batches.remove(early)
-                    prepared = early.result()
-                    return prepared if prepared is not None and _weighs_alike(prepared, settings[1].weigh) else None
-        return None
-
-
-class BatchSnapshot(NamedTuple):
-    """The tensors of a batch in memory, their names, the number of writes to each, and where its values are."""
-
-    sizes: list[int] | None  # tensors of each sample; None: the batch is a mapping
-    names: list[str]
-    tensors: list[Tensor]  # references keep them alive, so that their identity cannot be reused
-    writes: list[int]
-    addresses: list[int]  # a list of its own: thousands of pairs would cost as much as the rest
-
-    @classmethod
-    def of(cls, batch: Batch) -> "BatchSnapshot | None":
-        """Take a snapshot. Return None for samples that are not dicts of tensors, whose changes would not be seen."""
-        samples: Any = [batch] if isinstance(batch, Mapping) else batch
-        if not isinstance(samples, list | tuple):
-            return None
-        try:
-            if not {dict}.issuperset(map(type, samples)):  # a class of the user's may answer otherwise each time
-                return None
-            tensors: list[Tensor] = list(chain.from_iterable(map(dict.values, samples)))
-            writes, addresses = list(map(count_writes, tensors)), list(map(Tensor.data_ptr, tensors))
-        except (AttributeError, RuntimeError, TypeError):  # no tensors, tensors of inference mode, odd classes
-            return None
-        sizes = None if samples is not batch else list(map(len, samples))
-        return cls(sizes, list(chain.from_iterable(samples)), tensors, writes, addresses)
-
-    def same_as(self, other: "BatchSnapshot") -> bool:
-        """Return True if both have the same tensors in the same order, and none was written to in between."""
-        same = (self.sizes, self.names, self.writes, self.addresses) == (
-            other.sizes, other.names, other.writes, other.addresses,
-        )  # fmt: skip
-        return same and all(map(operator.is_, self.tensors, other.tensors))
-
 
 class EarlyPreparation:
-    """A batch that a thread prepares. The thread ends with its work."""
+    """What a thread prepares of a batch. The thread ends with its work."""
 
-    def __init__(
-        self, batch: Batch, prepare: Callable[[Batch], Any], settings: Settings, snapshot: BatchSnapshot
-    ) -> None:
-        self._settings, self._snapshot = settings, snapshot
-        # The caller may put other tensors into its dicts meanwhile, and the former ones back before the call.
-        batch = dict(batch) if isinstance(batch, Mapping) else list(map(dict.copy, batch))
+    def __init__(self, tensors: list[Tensor], prepare: Callable[[], Any], settings: object) -> None:
+        self._tensors, self._writes = tensors, list(map(count_writes, tensors))
+        self._settings = settings
         thread = ThreadPoolExecutor(1, "megabatch-prepare")
-        self._prepared: Future[Any] = thread.submit(prepare, batch)
+        self._result: Future[Any] | None = thread.submit(prepare)
         thread.shutdown(wait=False)
 
-    def is_of(self, snapshot: BatchSnapshot, settings: Settings) -> bool:
-        """Return True if this is what a call would prepare."""
-        return settings == self._settings and snapshot.same_as(self._snapshot)
+    def take(self, settings: object) -> Any:
+        """Wait for the thread and return its result, once.
 
-    def result(self) -> Any:
-        """Wait for the thread. Return None if it failed: the call finds the same fault, and tells the other ranks."""
-        return None if self._prepared.exception() is not None else self._prepared.result()
+        Return None by other settings, after a write to a tensor, and if the thread has failed: the call then prepares
+        the samples itself, finds the same fault, and tells the other ranks.
+        """
+        result, self._result = self._result, None
+        if result is None or settings != self._settings or self._writes != list(map(count_writes, self._tensors)):
+            return None
+        return None if result.exception() is not None else result.result()
 
 
-def _weighs_alike(prepared: Any, weigh: Callable[[Any], Any] | None) -> bool:
-    """Return True if every microbatch has its weight still: ``weigh`` may read what has changed since."""
-    if weigh is None or not prepared.collated:
-        return True
-    for microbatch, weights in zip(prepared.collated, prepared.weights, strict=True):
-        now = weigh(microbatch)
-        if [float(each) for each in (now.values() if isinstance(now, Mapping) else [now])] != list(weights.values()):
-            return False
-    return True
+class EarlySamples(tuple[Any, ...]):
+    """A list of samples that a thread prepares. Nobody can add a sample or take one away."""
+
+    preparation: EarlyPreparation
+
+
+class EarlyRows(Mapping[str, Any]):
+    """A mapping of tensors that a thread prepares. Nobody can put other tensors into it."""
+
+    preparation: EarlyPreparation
+
+    def __init__(self, rows: Mapping[str, Any]) -> None:
+        self._rows = dict(rows)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def prepare_early(batch: Batch, prepare: Callable[[Batch], Any], settings: object) -> Batch:
+    """Begin ``prepare(batch)`` in a thread. Return a batch of the same samples, for the call that takes the result.
+
+    Return the batch itself if its samples are not dicts of tensors on the CPU. A class of the user's may be another
+    in each call, and a device's stream is another one in the thread.
+    """
+    samples: Any = [batch] if isinstance(batch, Mapping) else batch
+    if not isinstance(samples, list | tuple) or not all(type(sample) is dict for sample in cast(Any, samples)):
+        return batch
+    # The caller may put other tensors into its dicts later, so each is copied.
+    early = EarlyRows(batch) if isinstance(batch, Mapping) else EarlySamples(map(dict.copy, cast(Any, samples)))
+    tensors = list(chain.from_iterable(sample.values() for sample in cast(Any, samples)))
+    if not all(isinstance(tensor, Tensor) and tensor.is_cpu and not tensor.is_inference() for tensor in tensors):
+        return batch
+    early.preparation = EarlyPreparation(tensors, lambda: prepare(early), settings)
+    return early

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -85,7 +85,8 @@ def prepare_next(context: RunContext) -> None:
     if context.ranks.device.type != "cuda" or torch.cuda.current_stream(context.ranks.device).query():
         context.reading_seconds += time.perf_counter() - begun
     if samples and not (context.callbacks.may_split or context.callbacks.may_change):
-        context.learner.gradient.prepare(samples, context.loss_fn)
+        early = context.learner.gradient.prepare(samples, context.loss_fn)
+        context.updates.put_ahead(cast(Sequence[Any], early))
 
 
 def surround_backward(context: RunContext, batch: Sequence[Any]) -> None:

@@ -1,10 +1,9 @@
-"""A batch that was prepared before its call has the gradient of the same batch; one that was changed, its own."""
+"""A batch that was prepared before its call has the gradient of the same batch."""
 
-import copy
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses
-from megabatch.batching import early_preparation
+from megabatch.batching.early_preparation import EarlyRows, EarlySamples
 from megabatch.batching.samples import Deferred, pad_right
 from megabatch.errors import MicrobatchLimit
 from tests.exact import harness
@@ -35,37 +34,35 @@ class Preparing(GradientAccumulator):
     """Prepares every batch before its call."""
 
     def forward_backward(self, batch: Any, loss_fn: Any, *, plan: Any = None) -> Any:
-        self.prepare(batch, loss_fn)
-        assert len(self._early.batches) == 1
-        made = super().forward_backward(batch, loss_fn, plan=plan)
-        assert not self._early.batches  # taken
-        return made
+        early = self.prepare(batch, loss_fn)
+        assert is_early(early)
+        return super().forward_backward(early, loss_fn, plan=plan)
 
 
-def finish(gradient: Any) -> None:
-    """Wait for the threads."""
-    for each in gradient._early.batches:
-        each.result()
+def is_early(batch: Any) -> bool:
+    return isinstance(batch, EarlyRows | EarlySamples)
+
+
+def finish(early: Any) -> None:
+    """Wait for the thread."""
+    early.preparation._result.result()
 
 
 class Noting:
     """Counts targets, and notes in which threads."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []  # the thread, and the microbatch
-        self.prepared: list[Any] = []  # microbatches that the thread has weighed
+        self.threads: set[str] = set()
         self.loss_fn: Any = loss(weigh=self.weigh)(lambda model, microbatch: squares(model, microbatch))
 
     def weigh(self, microbatch: Any) -> Tensor:
-        self.calls.append((threading.current_thread().name.removesuffix("_0"), microbatch))
+        self.threads.add(threading.current_thread().name.removesuffix("_0"))
         return count(microbatch)
 
     def take(self) -> set[str]:
-        """Return the threads since the last time, without the calls that weigh a prepared microbatch again."""
-        calls, self.calls = self.calls, []
-        self.prepared += [microbatch for thread, microbatch in calls if thread == THREAD]
-        known = set(map(id, self.prepared))
-        return {thread for thread, microbatch in calls if thread == THREAD or id(microbatch) not in known}
+        """Return the threads since the last time."""
+        threads, self.threads = self.threads, set()
+        return threads
 
 
 def job(name: str) -> Any:
@@ -86,15 +83,14 @@ def _refused() -> list[Any]:
     bad = [*following, {"x": torch.ones(3)}] if here else following
     gradient, told = GradientAccumulator(model_of_integers(), micro_batch_size=2), "nothing"
     gradient.forward_backward(batch, small.weighed)
-    gradient.prepare(bad, small.weighed)
+    early = gradient.prepare(bad, small.weighed)
     gradient.finalize()
     first = same_bits(gradients(gradient.model), expected(gradient.model, batch + batch))
     try:
-        gradient.forward_backward(bad, small.weighed)
+        gradient.forward_backward(early, small.weighed)
     except PlanError as error:
         told = str(error)
-    gradient.prepare(following, small.weighed)
-    gradient.forward_backward(following, small.weighed)
+    gradient.forward_backward(gradient.prepare(following, small.weighed), small.weighed)
     gradient.finalize()
     return [first, told, same_bits(gradients(gradient.model), expected(gradient.model, following + following))]
 
@@ -151,51 +147,41 @@ def test_a_loop_that_prepares_the_next_batch(kind):
     updates = [samples(TARGETS), samples(OTHERS), [], samples(TARGETS)] if kind == "list" else of_shape
     batches: list[Any] = updates if kind == "list" else [pad_right(each) for each in updates]
     gradient, noting = accumulator(), Noting()
-    for number, batch in enumerate(batches):
+    batch = batches[0]
+    for number, following in enumerate([*batches[1:], []]):
         gradient.forward_backward(batch, noting.loss_fn)
-        assert noting.take() == {THREAD if number else "MainThread"} or not len(batch)
-        if number + 1 < len(batches):
-            gradient.prepare(batches[number + 1], noting.loss_fn)
+        if number == 0:
+            assert noting.take() == {"MainThread"}, "and compares a new loss"
+        assert noting.take() <= {THREAD}
+        batch = gradient.prepare(following, noting.loss_fn)
         gradient.finalize()
-        assert not len(batch) or is_right(gradient, updates[number])
+        assert not updates[number] or is_right(gradient, updates[number])
 
 
-def test_two_batches():
-    first, second, third = samples(TARGETS), samples(OTHERS), samples(TARGETS)
+def test_several_batches_wait_for_their_calls():
+    batches = [samples(TARGETS), samples(OTHERS)]
     gradient, noting = accumulator(), Noting()
-    for batch in (third, first, second):  # the last two are kept
-        gradient.prepare(batch, noting.loss_fn)
-        finish(gradient)
+    gradient.forward_backward(batches[0], noting.loss_fn)
+    gradient.discard()
+    early = [gradient.prepare(batch, noting.loss_fn) for batch in batches]
+    for batch in early:
+        finish(batch)
     noting.take()
-    gradient.forward_backward(second, noting.loss_fn)
-    gradient.forward_backward(first, noting.loss_fn)
-    assert {thread for thread, _ in noting.calls} == {"MainThread"}
-    assert noting.take() == set()  # prepared microbatches are weighed again, and no others
-    noting.take()
+    for batch in reversed(early):
+        gradient.forward_backward(batch, noting.loss_fn)
     gradient.finalize()
-    assert is_right(gradient, first + second)
-    gradient.forward_backward(third, noting.loss_fn)
-    assert noting.take() == {"MainThread"}
+    assert noting.take() == set()
+    assert is_right(gradient, [sample for batch in batches for sample in batch])
 
 
-def test_a_weight_that_has_changed_since_is_counted_anew():
-    batch, scale, gradient = samples(TARGETS), [1.0], accumulator()
-
-    def weigh(microbatch: Any) -> Any:
-        return count(microbatch) * scale[0]
-
-    halved = loss(weigh=weigh)(lambda model, microbatch: (squares(model, microbatch)[0], weigh(microbatch)))
-    found: list[Any] = []
-    for is_prepared in (False, True):
-        scale[0] = 1.0
-        if is_prepared:
-            gradient.prepare(batch, halved)
-            finish(gradient)
-        scale[0] = 0.5
-        gradient.forward_backward(batch, halved)
+def test_a_second_call_with_the_batch_prepares_it_itself():
+    batch, noting, gradient = samples(TARGETS), Noting(), accumulator()
+    early = gradient.prepare(batch, noting.loss_fn)
+    for threads in ({THREAD, "MainThread"}, {"MainThread"}):
+        gradient.forward_backward(early, noting.loss_fn)
         gradient.finalize()
-        found.append([None if each is None else each.clone() for each in gradients(gradient.model)])
-    assert same_bits(*found)
+        assert is_right(gradient, batch)
+        assert noting.take() <= threads
 
 
 def test_samples_of_a_class_of_ones_own_are_not_prepared():
@@ -204,8 +190,8 @@ def test_samples_of_a_class_of_ones_own_are_not_prepared():
             return super().__getitem__(name) + (name == "labels")
 
     gradient = accumulator()
-    gradient.prepare([Lazy(each) for each in samples(TARGETS)], squares)
-    assert not gradient._early.batches
+    batch = [Lazy(each) for each in samples(TARGETS)]
+    assert gradient.prepare(batch, squares) is batch
 
 
 def test_a_joint_loss_and_a_loss_that_counts_nothing():
@@ -223,116 +209,51 @@ def squares_by_sample(model: Any, microbatch: Any) -> Tensor:
     return (errors * (microbatch["labels"] != small.IGNORED)).sum(1)
 
 
-def write(batch: list[dict[str, Tensor]]) -> None:
-    batch[3]["labels"][:2] = small.IGNORED
-
-
-def replace(batch: list[dict[str, Tensor]]) -> None:
-    batch[3]["labels"] = batch[3]["labels"].clone().fill_(1)
-
-
-def shorten(batch: list[dict[str, Tensor]]) -> None:
-    batch[3].update({name: each[:4] for name, each in batch[3].items()})  # in the same memory
-
-
-def swap_names(batch: list[dict[str, Tensor]]) -> None:
-    for each in batch:
-        each["spare"], each["labels"] = each.pop("labels"), each.pop("spare")  # the tensors keep their places
-
-
-def append(batch: list[dict[str, Tensor]]) -> None:
-    batch.append(small.sample(9, 8) | {"spare": torch.zeros(9).long()})
-
-
-def write_data(batch: list[dict[str, Tensor]]) -> None:
-    batch[3]["labels"].data = torch.ones_like(batch[3]["labels"])
-
-
-CHANGES: dict[str, Callable[[list[dict[str, Tensor]]], Any]] = {
-    "write": write, "write data": write_data, "shorten": shorten, "replace": replace,
-    "swap names": swap_names, "append": append,
-    "remove": lambda batch: batch.pop(2), "reverse": lambda batch: batch.reverse(),
-}  # fmt: skip
-
-
-def run_changed(change: Callable[[list[dict[str, Tensor]]], Any]) -> tuple[bool, set[str]]:
-    """Change a batch after its preparation. Return if its gradient is right, and the threads that weighed it."""
+def test_a_batch_that_was_written_to_is_prepared_anew():
     batch, noting, gradient = samples(TARGETS), Noting(), accumulator()
-    for each in batch:
-        each["spare"] = each["labels"].abs()  # what was to be ignored is a target here
-    gradient.prepare(batch, noting.loss_fn)
-    finish(gradient)
+    early = gradient.prepare(batch, noting.loss_fn)
+    finish(early)
     noting.take()
-    change(batch)
-    gradient.forward_backward(batch, noting.loss_fn)
+    batch[3]["labels"][:2] = small.IGNORED
+    gradient.forward_backward(early, noting.loss_fn)
     gradient.finalize()
+    assert noting.take() == {"MainThread"}
+    assert gradient.last_plan is not None
     pairs = zip(gradients(gradient.model), expected(gradient.model, batch), strict=True)  # of an odd weight
-    is_near = all(one is other or torch.allclose(one, other, rtol=1e-12, atol=0) for one, other in pairs)
-    return is_near, noting.take()
+    assert all(one is other or torch.allclose(one, other, rtol=1e-12, atol=0) for one, other in pairs)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_batch_that_was_changed_is_prepared_anew(change):
-    assert run_changed(CHANGES[change]) == (True, {"MainThread"})
-
-
-def test_other_containers_of_the_same_tensors_are_the_same_batch():
-    batch = samples(TARGETS)
-    gradient, noting = accumulator(), Noting()
-    gradient.prepare(batch, noting.loss_fn)
-    gradient.forward_backward([dict(each) for each in batch], noting.loss_fn)
-    assert noting.take() == {THREAD}
-    gradient.finalize()
-    assert is_right(gradient, batch)
-
-
-def test_what_is_in_a_batch_for_a_while_is_not_prepared():
-    batch, noting, changed = samples(TARGETS), Noting(), threading.Event()
-    gradient = accumulator(length=lambda each: len(each["x"]) * changed.wait(10))
-    gradient.prepare(batch, noting.loss_fn)
-    kept = [each["labels"] for each in batch]
-    for each in batch:
+@pytest.mark.parametrize("kind", ["list", "rows"])
+def test_other_tensors_in_a_dict_are_not_those_of_the_prepared_batch(kind):
+    texts = samples([4] * 4)
+    batch: Any = samples([4] * 4) if kind == "list" else pad_right(texts)
+    gradient = accumulator()
+    early = gradient.prepare(batch, small.weighed)
+    for each in batch if kind == "list" else [batch]:
         each["labels"] = torch.zeros_like(each["labels"])
-    changed.set()
-    finish(gradient)
-    for each, labels in zip(batch, kept, strict=True):
-        each["labels"] = labels
-    gradient.forward_backward(batch, noting.loss_fn)
-    assert noting.take() == {THREAD}
+    gradient.forward_backward(early, small.weighed)
+    gradient.finalize()
+    assert is_right(gradient, texts)
+    assert len(early) == len(batch)
+    assert (early[0] if kind == "list" else early).keys() == texts[0].keys()
+
+
+@pytest.mark.parametrize("other", ["loss", "limit", "plan", "accumulator"])
+def test_another_setting_than_the_prepared_one_prepares_anew(other: str):
+    batch, gradient, noting = samples(TARGETS), accumulator(), Noting()
+    early = gradient.prepare(batch, Noting().loss_fn if other == "loss" else noting.loss_fn)
+    finish(early)
+    noting.take()
+    if other == "limit":
+        gradient.lower_limit(MicrobatchLimit(1, 100))
+    if other == "accumulator":
+        gradient = accumulator(micro_batch_size=3)
+    plan = gradient.plan(batch) if other == "plan" else None
+    gradient.forward_backward(early, noting.loss_fn, plan=plan)
+    assert noting.take() == {"MainThread"}
+    assert max(map(len, gradient.last_plan.microbatches)) == {"limit": 1, "accumulator": 3}.get(other, 2)
     gradient.finalize()
     assert is_right(gradient, batch)
-
-
-@pytest.mark.parametrize("what", ["writes", "tensors", "names"])
-def test_a_comparison_that_leaves_a_part_out_is_seen(monkeypatch, what):
-    """Planted: a stale batch is then taken for the one that is given."""
-    index, same_as = early_preparation.BatchSnapshot._fields.index(what), early_preparation.BatchSnapshot.same_as
-    monkeypatch.setattr(
-        early_preparation.BatchSnapshot,
-        "same_as",
-        lambda self, other: same_as(self, other._replace(**{what: self[index]})),
-    )
-    stale = {"writes": write, "tensors": shorten, "names": swap_names}[what]
-    assert run_changed(stale) == (False, set())
-
-
-def test_another_loss_limit_or_plan_is_prepared_anew():
-    batch, other = samples(TARGETS), Noting()
-    for settle in (
-        lambda gradient, noting: gradient.forward_backward(batch, other.loss_fn),
-        lambda gradient, noting: gradient.forward_backward(batch, noting.loss_fn, plan=gradient.plan(batch)),
-        lambda gradient, noting: (
-            gradient.lower_limit(MicrobatchLimit(1, 100)), gradient.forward_backward(batch, noting.loss_fn)
-        ),
-    ):  # fmt: skip
-        gradient, noting = accumulator(), Noting()
-        gradient.prepare(batch, noting.loss_fn)
-        settle(gradient, noting)
-        limit = gradient.oom_limit
-        assert max(map(len, gradient.last_plan.microbatches)) == (1 if limit else 2)
-        gradient.finalize()
-        assert is_right(gradient, batch)
-        assert "MainThread" in noting.take() | other.take()
 
 
 def test_functions_that_may_draw_random_numbers_run_in_the_call():
@@ -352,7 +273,7 @@ def test_functions_that_may_draw_random_numbers_run_in_the_call():
         ({}, scalars, own),
     ):
         gradient = accumulator(**settings)
-        gradient.prepare(given, loss_fn)
+        assert gradient.prepare(given, loss_fn) is given
         assert not threads
         gradient.forward_backward(given, loss_fn)
         gradient.finalize()
@@ -366,9 +287,7 @@ def test_losses_of_the_library_draw_nothing(loss_fn):
     """A hook of one's own may be inside of anything that looks like the library's."""
     gradient = accumulator()
     batch = [{"x": torch.ones(2, 3), "labels": torch.ones(2, dtype=torch.long)}] * 3
-    gradient.prepare(batch, loss_fn)
-    finish(gradient)
-    assert len(gradient._early.batches) == 1
+    finish(gradient.prepare(batch, loss_fn))
 
     @functools.wraps(losses.mse.prepare)
     def own(microbatch: Any) -> Any:
@@ -376,8 +295,8 @@ def test_losses_of_the_library_draw_nothing(loss_fn):
 
     for hook in (own, partial(own), _Owner(losses.mse.prepare)):
         gradient = accumulator()
-        gradient.prepare(batch, loss(weigh=count, prepare=hook)(lambda model, microbatch: squares(model, microbatch)))
-        assert gradient._early is None
+        own_loss = loss(weigh=count, prepare=hook)(lambda model, microbatch: squares(model, microbatch))
+        assert gradient.prepare(batch, own_loss) is batch
 
 
 class _Owner:
@@ -399,18 +318,13 @@ def test_mse_is_prepared_early_and_refuses_padding_in_its_call():
     padded = [{"x": torch.ones(3), "labels": torch.ones(1 + k)} for k in range(2)]
     found: list[Any] = []
     for prepares in (False, True):
-        gradient = GradientAccumulator(model, micro_batch_size=2)
-        if prepares:
-            gradient.prepare(batch, losses.mse)
-            assert len(gradient._early.batches) == 1
+        gradient = (Preparing if prepares else GradientAccumulator)(model, micro_batch_size=2)
         gradient.forward_backward(batch, losses.mse)
-        assert not prepares or not gradient._early.batches, "taken"
         gradient.finalize()
         found.append([each.grad.clone() for each in model.parameters()])
     assert same_bits(*found)
-    gradient.prepare(padded, losses.mse)
     with pytest.raises(LossContractError, match="were padded with -100"):
-        gradient.forward_backward(padded, losses.mse)
+        gradient.forward_backward(gradient.prepare(padded, losses.mse), losses.mse)
 
 
 def test_an_error_is_raised_in_its_call_alone():
@@ -421,12 +335,16 @@ def test_an_error_is_raised_in_its_call_alone():
 
     loss_fn = loss(weigh=weigh)(lambda model, microbatch: squares(model, microbatch))
     gradient.forward_backward(samples([3, 1, 4]), loss_fn)
-    gradient.prepare(following, loss_fn)
+    early = gradient.prepare(following, loss_fn)
     gradient.finalize()
     assert is_right(gradient, samples([3, 1, 4]))
     with pytest.raises(LossContractError, match="finite and not negative"):
-        gradient.forward_backward(following, loss_fn)
-    gradient.prepare(samples(TARGETS), loss_fn)
-    assert copy.deepcopy(gradient).plan(following) == gradient.plan(following)
-    unknown = GradientAccumulator(model_of_integers())  # an "auto" limit that is not measured yet
-    unknown.prepare(following, loss_fn)
+        gradient.forward_backward(early, loss_fn)
+
+
+def test_a_limit_that_is_not_measured_yet_is_found_in_the_call():
+    gradient = GradientAccumulator(model_of_integers())  # "auto", which a CPU measures too
+    early = gradient.prepare(samples(OTHERS), small.weighed)
+    gradient.forward_backward(early, small.weighed)
+    gradient.finalize()
+    assert is_right(gradient, samples(OTHERS))

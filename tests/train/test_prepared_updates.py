@@ -75,14 +75,14 @@ OWN = {
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record, for each preparation that a call takes, if it has succeeded."""
     found: list[bool] = []
-    result = EarlyPreparation.result
+    take = EarlyPreparation.take
 
-    def note(self: EarlyPreparation) -> Any:
-        prepared = result(self)
+    def note(self: EarlyPreparation, settings: object) -> Any:
+        prepared = take(self, settings)
         found.append(prepared is not None)
         return prepared
 
-    monkeypatch.setattr(EarlyPreparation, "result", note)
+    monkeypatch.setattr(EarlyPreparation, "take", note)
     return found
 
 
@@ -104,17 +104,6 @@ def test_what_is_trained_is_the_same(own: str, bench: Bench, taken: list[bool], 
     expected = trained(bench, "not ahead", OWN[own])
     assert len(taken) == (NUM_UPDATES - 1 if own == "none" else 0)
     assert all(torch.equal(each, found[name]) for name, each in expected.items())
-
-
-def test_a_preparation_of_other_samples_is_seen(bench: Bench, monkeypatch) -> None:
-    """Planted: what was prepared first is taken for any batch."""
-    monkeypatch.setattr(Updates, "may_read_ahead", False)
-    expected = trained(bench, "not ahead", OWN["other samples"])
-    monkeypatch.setattr(Updates, "may_read_ahead", True)
-    monkeypatch.setattr(EarlyPreparation, "is_of", lambda *_: True)
-    monkeypatch.setattr(OtherSamples, "__module__", "megabatch.train")  # updates of the user's are not prepared
-    found = trained(bench, "ahead", OWN["other samples"])
-    assert not all(torch.equal(each, found[name]) for name, each in expected.items())
 
 
 @pytest.mark.parametrize("kind", ["plain", "stream"])

@@ -149,6 +149,11 @@ class Updates:
         delivery = self._read()
         return delivery.samples if isinstance(delivery, Delivery) else []
 
+    def put_ahead(self, samples: Sequence[Any]) -> None:
+        """Hand out this batch of the same samples in the next update, in place of what `read_ahead` returned."""
+        assert isinstance(self._next, Delivery)
+        self._next = replace(self._next, samples=samples)
+
     def state_dict(self) -> State:
         """Return where the run stands after the last update that was handed out, as JSON, for any number of ranks."""
         return self._state
