@@ -23,6 +23,7 @@ from megabatch.engine.call import (
     MicrobatchPlanner,
     MicrobatchStep,
     PreparedBatch,
+    StatedLimit,
     agree_on_call,
     agree_on_weights,
     iterate_steps,
@@ -191,11 +192,11 @@ class GradientAccumulator:
         check_rank_agreement(self._wrapper, choice[0], accumulate_dtype, shapes)
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
         self._planner = new_planner(*limits, collate, length, choice, ranks, cost, fit, padding=self._padding)
-        self._tuner: Any = None  # a MicrobatchTuner, where the limit is "auto"
+        self._limit = StatedLimit()  # or a MicrobatchTuner, where the limit is "auto"
         if self._planner.is_auto:
             from megabatch.autotune.tuner import MicrobatchTuner
 
-            self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, memory_bytes)
+            self._limit = MicrobatchTuner(model, self._wrapper, self._wide, memory_bytes)
         elif memory_bytes is not None:
             raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a limit is given; leave one out')
         self._meter: Any = None  # a CostMeter, with cost="measure"
@@ -270,8 +271,7 @@ class GradientAccumulator:
             from megabatch.engine.same_bits import check_optimizer
 
             check_optimizer(self._wrapper, optimizer)
-        if self._tuner is not None:
-            self._tuner.optimizer = optimizer
+        self._limit.optimizer = optimizer
 
     def plan(self, batch: Batch) -> Plan:
         """Return the plan by which this rank would split its samples. Run no model and contact no other rank.
@@ -301,10 +301,9 @@ class GradientAccumulator:
         Raises:
             PlanError: Memory cannot be measured, or a single sample does not fit.
         """
-        if self._tuner is not None:
-            with self._guarded():
-                self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
-            self.fit = self._planner.fit
+        with self._guarded():
+            self._planner = self._limit.fitted(self._planner, batch, loss_fn, self._open)
+        self.fit = self._planner.fit
 
     def prepare(self, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> Batch:
         """Split, collate and weigh the batch of a later call in a thread, while the device works.
@@ -528,10 +527,9 @@ class GradientAccumulator:
         """
         chooses_shapes = self._shapes is not None and not self._shapes.is_settled
         if not (self._running or self._is_lost or self._loop):  # else `_open_call` raises
-            is_limit_open = self._planner.fit is None or chooses_shapes
-            if self._tuner is not None and is_limit_open:
-                self.tune(batch, loss_fn)
+            self._limit.before_call(self, batch, loss_fn)
             if chooses_shapes:  # by the limit
+                self.tune(batch, loss_fn)
                 with self._guarded():
                     self._planner = self._shapes.fitted(self._planner, batch, loss_fn)
         run_call = self._wrapper.run_call or getattr(loss_fn, "run_call", None) or self._run_call
@@ -718,8 +716,7 @@ class GradientAccumulator:
         try:
             ownership.check()
             wrapper.check_unchanged()
-            if self._tuner is not None:
-                self._tuner.check_call(self._planner, batch, loss_fn, self._open)
+            self._limit.check_call(self._planner, batch, loss_fn, self._open)
             if self._shapes is not None:
                 self._shapes.check(loss_fn)
             early = getattr(batch, "preparation", None)  # of a batch that `prepare` returned
@@ -727,9 +724,7 @@ class GradientAccumulator:
             prepared = prepared or planner.prepare(batch, hooks, given)
         except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
             failure = error
-        is_outgrown = (
-            tunes and self._tuner is not None and self._tuner.is_outgrown(self._planner, batch, prepared, self._open)
-        )
+        is_outgrown = tunes and self._limit.is_outgrown(self._planner, batch, prepared, self._open)
         try:
             with agreeing():
                 agreement = agree_on_call(
@@ -742,7 +737,7 @@ class GradientAccumulator:
             raise
         if agreement.is_outgrown:
             prepared = None  # its memory is not to be measured
-            self._planner = cast(Any, self._tuner).fitted(self._planner, batch, loss_fn, self._open)
+            self._planner = self._limit.fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
             with self._open_call(batch, loss_fn, given, tunes=False) as call:
                 yield call
@@ -753,8 +748,7 @@ class GradientAccumulator:
         # A later call may leave this rank without samples: it then repeats one of these, with weight 0.
         if not self.ranks.is_alone and len(prepared.samples):
             last = prepared.samples.copy_last()
-            make = last.dummy if self._shapes is None else partial(self._dummy_in_shape, last)
-            self._remembered.set(loss_fn, make)
+            self._remembered.set(loss_fn, partial(self._make_dummy, last))
             self._was_finite = True
         # A wrapper may free gradients in its backward.
         ownership.enter(is_new=tried is None)
@@ -837,8 +831,8 @@ class GradientAccumulator:
             raise MegabatchError("the update consists of microbatch(), and no call adds to it; finalize() it before")
         raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
 
-    def _dummy_in_shape(self, samples: Samples) -> Microbatch:
-        return cast(Any, self._planner).dummy(samples)  # asked now, since a lower limit may have changed the shapes
+    def _make_dummy(self, samples: Samples) -> Microbatch:
+        return self._planner.dummy(samples)  # by the planner of now: a lower limit may have changed its shapes
 
     def _recall(self, loss_fn: object) -> Microbatch | None:
         """Return a dummy microbatch from an earlier call with the same loss, for a rank without samples.

@@ -2,7 +2,7 @@
 
 from tests.plain_path import trace_plain_update
 
-MOST_FEATURE_TESTS = 59
+MOST_FEATURE_TESTS = 55
 LEAST_EXECUTED_SHARE = 0.220
 
 

@@ -20,7 +20,7 @@ from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Samples
 from megabatch.engine import random_state
-from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, first_failure
+from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, StatedLimit, first_failure
 from megabatch.engine.error_broadcast import guard_memory
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
@@ -48,7 +48,7 @@ from megabatch.wrappers.mesh import DataRanks
 TIMED_ROWS = 8  # at most: enough to hide the cost of launches, and quick
 
 
-class MicrobatchTuner:
+class MicrobatchTuner(StatedLimit):
     """Chooses the limit of microbatches by measuring some.
 
     Args:
@@ -62,7 +62,6 @@ class MicrobatchTuner:
     """
 
     def __init__(self, model: Any, wrapper: Wrapper, wide: WideGradients, memory_bytes: float | None) -> None:
-        self.optimizer: optim.Optimizer | None = None  # to leave room for its states; None: two for each parameter
         self.wrapper, self._memory_bytes = wrapper, memory_bytes
         self._subject = MeasuredModel(model, wrapper, wide)
         self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and its longest measured sample
@@ -91,6 +90,11 @@ class MicrobatchTuner:
                     "DDP with static_graph=True keeps the graph of its first backward, which would be measured, and "
                     f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
                 )
+
+    def before_call(self, gradient: Any, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:
+        """Choose the limit before the first call."""
+        if gradient.fit is None:
+            gradient.tune(batch, loss_fn)
 
     def check_call(
         self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | CoupledLoss, opened: OpenUpdate | None

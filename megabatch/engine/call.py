@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import NoneType
-from typing import ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
-from torch import Tensor
+from torch import Tensor, optim
 
 from megabatch.batching import context_parallel
 from megabatch.batching.packed_row import OneRow
@@ -177,6 +177,10 @@ class MicrobatchPlanner:
         """Return the planner of one call. Collective where the plan depends on the samples of other ranks."""
         return self
 
+    def dummy(self, samples: Samples) -> Microbatch:
+        """Return the last sample of an earlier call as a microbatch, for a rank without samples."""
+        return samples.dummy()
+
     def check_call(self, wrapper: Wrapper, plan: Plan, loss_fn: object) -> None:
         """Raise `PlanError` on all ranks for a call that this planner is not for. May be collective."""
 
@@ -277,6 +281,28 @@ class MicrobatchPlanner:
             )
         whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
         check_weights_of_stretches(whole, hooks.weigh, self.ranks.context_degree)
+
+
+class StatedLimit:
+    """A microbatch limit that is a number. One that is measured overrides every method."""
+
+    optimizer: optim.Optimizer | None = None  # for whose states a measurement leaves room
+
+    def before_call(self, gradient: Any, batch: Batch, loss_fn: Any) -> None:
+        """Measure the limit of an accumulator before its first call. Collective."""
+
+    def check_call(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: Any, opened: Any) -> None:
+        """Raise `PlanError` for a call for which the limit was not measured."""
+
+    def is_outgrown(
+        self, planner: MicrobatchPlanner, batch: Batch, prepared: PreparedBatch | None, opened: Any
+    ) -> bool:
+        """Return True if this rank's samples may need another limit."""
+        return False
+
+    def fitted(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: Any, opened: Any) -> MicrobatchPlanner:
+        """Return the planner with a limit for this batch. Collective."""
+        return planner
 
 
 def weights_of(weigh: Weigh, microbatch: Microbatch) -> dict[str, float]:
