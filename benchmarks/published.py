@@ -1,4 +1,4 @@
-"""Published runs of others beside the plan: what `megabatch plan --published` prints, written as a result file.
+"""Published runs of others beside the plan: a table, and a result file.
 
 python -m benchmarks.published              # all: ten minutes of two cores
 python -m benchmarks.published kempner      # those of a source; the rows of others are those of the last file
@@ -9,8 +9,10 @@ import sys
 from dataclasses import fields
 from typing import Any
 
+from rich.console import Console
+
 from benchmarks import result
-from megabatch.train.plan.published import RUNS, SOURCES, Predicted, Published, as_dict, predict_all, summary
+from benchmarks.published_runs import RUNS, SOURCES, Predicted, Published, as_dict, predict_all, summary, table_of
 
 
 def last_rows() -> list[Predicted]:
@@ -24,7 +26,7 @@ def last_rows() -> list[Predicted]:
 
 
 def main() -> None:
-    """Simulate the runs, print the summary and write benchmarks/results/published_cpu_DATE.json."""
+    """Simulate the runs, print table and summary, and write benchmarks/results/published_cpu_DATE.json."""
     wanted = sys.argv[1:] or [*SOURCES]
     kept = {row.run: row for row in last_rows() if row.run.source not in wanted}
     anew = [run for run in RUNS if run not in kept]
@@ -38,7 +40,10 @@ def main() -> None:
         "rows_of_an_earlier_file": sum(run in kept for run in RUNS),
         "sources": {name: vars(source) for name, source in SOURCES.items()},
     }
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table_of(rows))
     print("\n".join(summary(rows)))
+    for source in SOURCES.values():
+        print(f"{source.name}: {source.url} (assumed: {source.assumed})")
     print(result.write(result.dated("published"), found))
 
 

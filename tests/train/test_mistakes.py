@@ -74,7 +74,7 @@ MISTAKES = {  # command -> what it gets
     "train nothing": "nothing is a folder without config.toml, so no run to resume; give",
     # keys and values
     "train recipe.toml --optim.learningrate=1": "unknown key optim.learningrate … [optim] has name, function",
-    "plan --published recipe.toml": "--published plans runs of others, and 'recipe.toml' is given too",
+    "plan --published": "--published is removed; run `python -m benchmarks.published` in the repository",
     "train recipe.toml --optim.weight_deca=1": "the nearest key is optim.weight_decay",
     "train recipe.toml --optimizer.lr=1": "unknown key optimizer.lr on the command line; the nearest key is optim.lr",
     "train recipe.toml --batch_size=8": "batch_size … here it is update.global_batch_size",

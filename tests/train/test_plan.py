@@ -20,6 +20,16 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from benchmarks.published_runs import (
+    RUNS,
+    SOURCES,
+    Predicted,
+    Published,
+    divide_as_kempner,
+    predict,
+    recipe_of,
+    summary,
+)
 from megabatch import GradientAccumulator, MegabatchError
 from megabatch.simulate import device_named, extend
 from megabatch.train.autotune.device_file import device_toml
@@ -34,16 +44,6 @@ from megabatch.train.plan import simulation
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import Choice, Grid, Limit, Split, UpdateLengths, build_grid
 from megabatch.train.plan.layouts import build_layouts, layout_text, pipeline_degrees, propose_layouts
-from megabatch.train.plan.published import (
-    RUNS,
-    SOURCES,
-    Predicted,
-    Published,
-    divide_as_kempner,
-    predict,
-    recipe_of,
-    summary,
-)
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.search import (
     CERTAIN,

@@ -74,8 +74,6 @@ class Plan(Recipe):
     """Print every choice, as a list of objects."""
     chart: Path | None = None
     """Draw memory over one update of the best choice, as .png, .svg or .pdf; needs matplotlib."""
-    published: FlagCreatePairsOff[bool] = False
-    """Without a recipe: simulate published runs of others and print both numbers, in about five minutes."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +170,9 @@ class Completion:
 COMMANDS: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (Init, Train, Plan, Verify, Export, Report, Runs, Watch, Doctor, Audit, Completion)
+}
+REMOVED_OPTIONS = {  # option of the last version -> what to use instead
+    "published": "run `python -m benchmarks.published` in the repository",
 }
 WITH_RECIPE = ("train", "plan", "verify")
 ALONE = ("init", "verify", "export", "report", "runs", "watch", "audit", "completion")  # in one process

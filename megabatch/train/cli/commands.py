@@ -27,7 +27,7 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.front import answer
-from megabatch.train.cli.recipe_command import is_published, read_config
+from megabatch.train.cli.recipe_command import read_config
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import split_options
 from megabatch.train.records.loggers import holds_the_end
@@ -90,11 +90,6 @@ def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> N
         raise MegabatchError(
             f"plan runs in one process and was started in {rendezvous.size}; say --world {rendezvous.size} instead"
         )
-    if is_published(name, arguments):
-        from megabatch.train.plan.published import print_published
-
-        print_published(as_json="--json" in arguments)
-        return
     config = read_config(name, arguments)
     if name == "train":
         train(config, rendezvous)

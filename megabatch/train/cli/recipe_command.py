@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_named
-from megabatch.train.cli.arguments import COMMANDS, options_of
+from megabatch.train.cli.arguments import COMMANDS, REMOVED_OPTIONS, options_of
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.config.keys import FOREIGN_KEYS, nearest
 from megabatch.train.config.recipe import load_config, split_options
@@ -21,6 +21,7 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     Raises `MegabatchError` for wrong keys, types and paths. `plan` looks at no data, and at no folder of a run.
     ``is_new``: look whether `train` may begin a run in its folder.
     """
+    check_removed(arguments)
     if not arguments or arguments[0].startswith("-"):
         raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipe.toml")
     recipe = Path(arguments[0])
@@ -54,6 +55,14 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     return config
 
 
+def check_removed(arguments: Sequence[str]) -> None:
+    """Raise for an option that an earlier version had."""
+    for word in arguments:
+        option = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and option in REMOVED_OPTIONS:
+            raise MegabatchError(f"--{option} is removed; {REMOVED_OPTIONS[option]}")
+
+
 def check_options(name: str, overrides: Sequence[str]) -> None:
     """Raise for a word that is nearly an option of the command; every key of a recipe has a dot."""
     known = [option for options in options_of(COMMANDS[name]) for option in options]
@@ -61,15 +70,6 @@ def check_options(name: str, overrides: Sequence[str]) -> None:
         option = word.lstrip("-").partition("=")[0]
         if "." not in option and option not in FOREIGN_KEYS and (found := nearest(option, known)) is not None:
             raise MegabatchError(f"unknown option {word.partition('=')[0]}; the nearest one is --{found}")
-
-
-def is_published(name: str, arguments: Sequence[str]) -> bool:
-    """Return True for `plan --published`, which takes no recipe. Raises `MegabatchError` for anything beside it."""
-    if name != "plan" or "--published" not in arguments:
-        return False
-    if others := [word for word in arguments if word not in ("--published", "--json")]:
-        raise MegabatchError(f"--published plans runs of others, and {others[0]!r} is given too; leave one of them out")
-    return True
 
 
 def named_sources(config: Config) -> dict[str, SourceConfig]:

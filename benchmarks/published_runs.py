@@ -1,12 +1,10 @@
-"""Published runs of others, beside what the plan says of them: `megabatch plan --published`.
+"""Published runs of others and what the plan predicts of them: the rows of `benchmarks.published`.
 
 Each run states its model, devices, sharding and microbatches, so that the plan can simulate it. What a source does not
 state is assumed, and `SOURCES` says what. The plan knows nothing of a run beyond these settings; `Device.efficiency`
 alone is fitted, to the runs that are marked.
 """
 
-import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +14,6 @@ from statistics import median
 from typing import Any, cast
 
 from rich import box
-from rich.console import Console as RichConsole
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -343,31 +340,13 @@ def predict_all(runs: Iterable[Published] = RUNS) -> Iterator[Predicted]:
         yield from processes.map(predict, runs)
 
 
-def print_published(*, as_json: bool = False) -> None:
-    """Simulate the published runs and print predicted numbers beside published ones. Takes about five minutes."""
-    rows: list[Predicted] = []
-    console = Console(enabled=not as_json, loss_digits=4)
-    with console.progress("simulating", len(RUNS), "published runs") as advance:
-        for row in predict_all():
-            rows.append(row)
-            advance(1)
-    if as_json:
-        print(json.dumps([as_dict(row) for row in rows], indent=2))
-        return
-    rich = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-    rich.print(_table(rows), soft_wrap=False)
-    for line in summary(rows):
-        rich.print(line, markup=False)
-    for source in SOURCES.values():
-        rich.print(f"{source.name}: {source.url} (assumed: {source.assumed})", markup=False)
-
-
 def as_dict(row: Predicted) -> dict[str, Any]:
     """Return a row with its ratios, for JSON."""
     return {**asdict(row), "memory_ratio": row.memory_ratio, "speed_ratio": row.speed_ratio}
 
 
-def _table(rows: Iterable[Predicted]) -> Table:
+def table_of(rows: Iterable[Predicted]) -> Table:
+    """Return the predicted numbers beside the published ones."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in LEFT[:-1]:
         table.add_column(name, no_wrap=True)
