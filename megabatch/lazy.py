@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def export_lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def export_lazily(
+    package: str, homes: Mapping[str, str], removed: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and the ``__dir__`` of a package.
 
     ``__getattr__`` also finds the modules of the package, so that ``megabatch.wrappers`` needs no import of its own. It
@@ -18,10 +20,15 @@ def export_lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str
     Args:
         package: Name of the package. ``__dir__`` lists what its ``__all__`` does.
         homes: Module of each public name, relative to the package.
+        removed: What to use instead of each public name that the last version had: `PlanError` says it.
     """
     namespace = vars(sys.modules[package])
 
     def find_name(name: str) -> object:
+        if removed is not None and name in removed:
+            from megabatch.errors import PlanError  # a chapter below this one
+
+            raise PlanError(f"{package}.{name} is removed; {removed[name]}")
         missing = AttributeError(f"module {package!r} has no attribute {name!r}")
         if name.startswith("_"):
             raise missing

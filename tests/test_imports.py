@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megabatch.errors import PlanError
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megabatch"
 
@@ -145,6 +147,16 @@ def test_the_names_of_a_package_are_imported_when_they_are_asked_for_and_listed_
     assert set(found.__all__) == set(seen) <= set(dir(found))
     top = [node for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imported(ast.Module(top, [])) == {"typing.TYPE_CHECKING", "megabatch.lazy.export_lazily"}
+
+
+@pytest.mark.parametrize("package", [home for home in LAZY if hasattr(import_module(home), "_REMOVED")])
+def test_a_name_of_the_last_version_says_what_to_use_instead(package):
+    found = import_module(package)
+    for name, instead in found._REMOVED.items():
+        assert name not in dir(found)
+        with pytest.raises(PlanError) as caught:
+            getattr(found, name)
+        assert str(caught.value) == f"{package}.{name} is removed; {instead}"
 
 
 def test_type_checking_is_asked_for_nowhere_else():

@@ -87,7 +87,7 @@ def test_a_rank_names_rank_0_where_that_has_not_come(ranks: Ranks) -> None:
 def test_a_rank_that_is_lost_between_its_arrival_and_the_group_is_named(ranks: Ranks) -> None:
     """The others make the process group, which waits in silence."""
     for rank in range(2):
-        ranks.start(rank, "doctor")
+        ranks.start(rank, "plan", "--measure", "here.toml")
     lost = CONTEXT.Process(target=arrive_and_end, args=(ranks.port,))
     lost.start()
     ranks.processes[2] = lost

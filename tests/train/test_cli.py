@@ -209,7 +209,7 @@ try:
 finally:
     print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 """
-LIGHT = ["--help", "train --help", "plan --help", "train {recipe} --help", "export --help", "doctor --help",
+LIGHT = ["--help", "train --help", "plan --help", "train {recipe} --help", "export --help",
          "init new.toml --model small --data stdlib --hardware cpu", "completion bash",
          "completion words"]  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from megabatch import PlanError
 from megabatch.simulate import DEVICES
 from megabatch.simulate.ledger import Ledger
-from megabatch.train.autotune.device_file import (
+from megabatch.train.plan.device_file import (
     REPEATS,
     WARM_UP,
     device_toml,
@@ -147,6 +147,6 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, path: str, value: object, line
 def test_what_is_no_toml_is_one_line(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "device.toml"
     file.write_bytes(text)
-    with pytest.raises(PlanError, match=r"cannot be read .*; write it with megabatch doctor --measure FILE") as caught:
+    with pytest.raises(PlanError, match=r"cannot be read .*; write it with megabatch plan --measure FILE") as caught:
         read_device(file)
     assert "\n" not in str(caught.value)

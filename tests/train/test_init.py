@@ -152,7 +152,7 @@ def test_a_recipe_has_what_was_asked_for(folder: Path, capsys: pytest.CaptureFix
     assert out.startswith("1 samples of ")
     assert "\nwrote mine.toml; next:\n" in out
     for line in (
-        "torchrun --nproc-per-node 8 -m megabatch doctor ",
+        "torchrun --nproc-per-node 8 -m megabatch verify mine.toml ",
         "megabatch plan mine.toml --world 16 --device h100 ",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id megabatch -m "
         "megabatch train mine.toml",

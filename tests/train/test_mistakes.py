@@ -74,6 +74,11 @@ MISTAKES = {  # command -> what it gets
     "train nothing": "nothing is a folder without config.toml, so no run to resume; give",
     # keys and values
     "train recipe.toml --optim.learningrate=1": "unknown key optim.learningrate … [optim] has name, function",
+    "doctor": "doctor is removed; run `megabatch verify RECIPE`, under torchrun on all ranks",
+    "verify recipe.toml --step": "--step is removed; `megabatch verify RECIPE` compares gradients alone",
+    "plan --measure": "--measure has no value; write --measure VALUE",
+    "plan --measure here.toml recipe.toml": "--measure measures this machine, and 'recipe.toml' is given too; leave",
+    "plan --measure here.txt": "--measure is 'here.txt'; name a .toml file in a folder that is there",
     "plan --published": "--published is removed; run `python -m benchmarks.published` in the repository",
     "train recipe.toml --optim.weight_deca=1": "the nearest key is optim.weight_decay",
     "train recipe.toml --optimizer.lr=1": "unknown key optimizer.lr on the command line; the nearest key is optim.lr",

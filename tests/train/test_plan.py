@@ -32,7 +32,6 @@ from benchmarks.published_runs import (
 )
 from megabatch import GradientAccumulator, MegabatchError
 from megabatch.simulate import device_named, extend
-from megabatch.train.autotune.device_file import device_toml
 from megabatch.train.cli.arguments import Plan, options_of
 from megabatch.train.config import Config, ModelConfig, ParallelConfig
 from megabatch.train.config.contradictions import check_config
@@ -41,6 +40,7 @@ from megabatch.train.config.recipe import load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import silence
 from megabatch.train.plan import simulation
+from megabatch.train.plan.device_file import device_toml
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import Choice, Grid, Limit, Split, UpdateLengths, build_grid
 from megabatch.train.plan.layouts import build_layouts, layout_text, pipeline_degrees, propose_layouts

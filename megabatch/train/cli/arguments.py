@@ -61,7 +61,7 @@ class Plan(Recipe):
     ranks_per_node: int = 8
     """Processes of a node; between nodes the network is slower."""
     device: Device | Path = "a100-80g"
-    """The device of a rank, or a file of megabatch doctor --measure."""
+    """The device of a rank, or a file that --measure has written."""
     memory: str | None = None
     """Memory of a rank, 80GiB say. None: the device's."""
     bandwidth: str | None = None
@@ -72,16 +72,15 @@ class Plan(Recipe):
     """Compare the layouts of the processes, whatever [parallel] has: FSDP2, HSDP, copies, with tp, cp and pp too."""
     json: FlagCreatePairsOff[bool] = False
     """Print every choice, as a list of objects."""
+    measure: Path | None = None
+    """Without a recipe: measure this machine and write a device file for --device; under torchrun with all ranks."""
     chart: Path | None = None
     """Draw memory over one update of the best choice, as .png, .svg or .pdf; needs matplotlib."""
 
 
 @dataclass(frozen=True)
 class Verify(Recipe):
-    """Compare the cut gradient with the uncut one, on the recipe's model, loss and data."""
-
-    step: FlagCreatePairsOff[bool] = False
-    """Compare steps of the recipe's optimizer on its wrapper with those of one process instead; under torchrun."""
+    """Compare the cut gradient with the uncut one, on the recipe's model, loss, data and, under torchrun, wrapper."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +136,6 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Doctor:
-    """Print versions and devices, and prove an update's gradient; under torchrun on all ranks."""
-
-    measure: Path | None = None
-    """Measure this machine instead and write a device file, for megabatch plan --device FILE."""
-
-
-@dataclass(frozen=True)
 class Audit:
     """Watch the first updates of any training script, unmodified: megabatch audit -- python train.py."""
 
@@ -168,14 +159,17 @@ class Completion:
 
 
 COMMANDS: dict[str, type] = {
-    kind.__name__.lower(): kind
-    for kind in (Init, Train, Plan, Verify, Export, Report, Runs, Watch, Doctor, Audit, Completion)
+    kind.__name__.lower(): kind for kind in (Init, Train, Plan, Verify, Export, Report, Runs, Watch, Audit, Completion)
+}
+REMOVED_COMMANDS = {  # command of the last version -> what to use instead
+    "doctor": "run `megabatch verify RECIPE`, under torchrun on all ranks, and `megabatch plan --measure FILE`",
 }
 REMOVED_OPTIONS = {  # option of the last version -> what to use instead
+    "step": "`megabatch verify RECIPE` compares gradients alone, and on several ranks under torchrun",
     "published": "run `python -m benchmarks.published` in the repository",
 }
 WITH_RECIPE = ("train", "plan", "verify")
-ALONE = ("init", "verify", "export", "report", "runs", "watch", "audit", "completion")  # in one process
+ALONE = ("init", "export", "report", "runs", "watch", "audit", "completion")  # in one process
 
 ENDING = """
 RECIPE is a TOML file. Any key of it is overridden as --section.key=value; `megabatch train --help` explains the keys,

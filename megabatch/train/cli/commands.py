@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | plan | verify | export | doctor | audit`, and front.py's.
+"""The command line: `megabatch train | plan | verify | export | audit`, and front.py's.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2. A command imports what it needs when
 it runs: the modules of the others take seconds.
@@ -19,7 +19,6 @@ from megabatch.train.cli.arguments import (
     COMMANDS,
     WITH_RECIPE,
     Audit,
-    Doctor,
     Export,
     Plan,
     options_of,
@@ -27,7 +26,7 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.front import answer
-from megabatch.train.cli.recipe_command import read_config
+from megabatch.train.cli.recipe_command import device_path, measures, read_config
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import split_options
 from megabatch.train.records.loggers import holds_the_end
@@ -70,7 +69,7 @@ def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     if not arguments:
         fail(rendezvous, f"megabatch: no command; {overview()}", FAILED)
     name, *rest = arguments
-    if name in ALONE and rendezvous.size > 1 and not (name == "verify" and "--step" in rest):
+    if name in ALONE and rendezvous.size > 1:
         raise MegabatchError(
             f"{name} runs in one process and was started in {rendezvous.size}; start it without torchrun"
         )
@@ -86,6 +85,11 @@ def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
 
 def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     """Read the recipe, and train with it, plan it or verify it."""
+    if measures(name, arguments):
+        from megabatch.train.cli.measure import measure
+
+        measure(rendezvous, device_path(arguments))
+        return
     if name == "plan" and rendezvous.size > 1:
         raise MegabatchError(
             f"plan runs in one process and was started in {rendezvous.size}; say --world {rendezvous.size} instead"
@@ -94,7 +98,7 @@ def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> N
     if name == "train":
         train(config, rendezvous)
     elif name == "verify":
-        verify(config, rendezvous, of_step="--step" in arguments)
+        verify(config, rendezvous)
     else:
         from megabatch.train.plan.request import read_request
         from megabatch.train.plan.table import plan_recipe
@@ -117,16 +121,12 @@ def train(config: Config, rendezvous: Rendezvous) -> None:
         raise FailedError(config.run.stopped_status)
 
 
-def verify(config: Config, rendezvous: Rendezvous, *, of_step: bool) -> None:
-    """Print the verification of a recipe; status 1 where the gradient depends on the cut, or the step on shards."""
-    from megabatch.train.cli.verification import plain_config, verify_recipe, verify_recipe_step
+def verify(config: Config, rendezvous: Rendezvous) -> None:
+    """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
+    from megabatch.train.cli.verification import plain_config, verify_recipe
 
-    if of_step:
-        is_ok = verify_recipe_step(config, init_ranks(rendezvous, config)).ok
-    else:
-        plain = plain_config(config)
-        is_ok = verify_recipe(plain, init_ranks(rendezvous, plain)).ok
-    if not is_ok:
+    plain = plain_config(config, rendezvous.size)
+    if not verify_recipe(plain, init_ranks(rendezvous, plain)).ok:
         raise FailedError(CRASHED)
 
 
@@ -137,13 +137,8 @@ def run_other(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> No
 
         asked = read_arguments(Export, arguments)
         print_line(export(asked.run, asked.to, step=asked.step, merged=asked.merged, is_trusted=asked.trust))
-    elif name == "audit":
+    else:
         from megabatch.train.cli.audited_command import run_audited
 
         if status := run_audited(read_arguments(Audit, arguments)):
             raise FailedError(status)
-    else:
-        from megabatch.train.cli.doctor import examine, measure
-
-        path = read_arguments(Doctor, arguments).measure
-        examine(rendezvous) if path is None else measure(rendezvous, path)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.cli.arguments import (
     COMMANDS,
+    REMOVED_COMMANDS,
     WITH_RECIPE,
     Completion,
     Init,
@@ -66,6 +67,8 @@ def answer(arguments: Sequence[str]) -> bool:
     if not arguments:
         return False
     name, *rest = arguments
+    if name in REMOVED_COMMANDS:
+        raise MegabatchError(f"{name} is removed; {REMOVED_COMMANDS[name]}")
     if name in ("-h", "--help"):
         print(overview())
     elif name in COMMANDS and {"-h", "--help"} & {*rest}:
@@ -106,12 +109,13 @@ def answer(arguments: Sequence[str]) -> bool:
 
 def check_command(name: str, arguments: Sequence[str]) -> int | None:
     """Check the recipe of a command; run a sweep of `train` and return its status. None: there is more to do."""
-    from megabatch.train.cli.recipe_command import read_config
+    from megabatch.train.cli.recipe_command import measures, read_config
     from megabatch.train.config.recipe import split_options
 
     sweeps, rest = split_options(arguments, ("sweep",)) if name == "train" else ([], [])
     if not sweeps:
-        read_config(name, arguments)
+        if not measures(name, arguments):
+            read_config(name, arguments)
         return None
     from megabatch.train.cli.sweep import run_sweep
 

@@ -72,6 +72,22 @@ def check_options(name: str, overrides: Sequence[str]) -> None:
             raise MegabatchError(f"unknown option {word.partition('=')[0]}; the nearest one is --{found}")
 
 
+def measures(name: str, arguments: Sequence[str]) -> bool:
+    """Return True for `plan --measure FILE`, which takes no recipe. Raises `MegabatchError` for anything beside it."""
+    if name != "plan" or not any(word.partition("=")[0] == "--measure" for word in arguments):
+        return False
+    pairs, others = split_options(arguments, *options_of(COMMANDS[name]))
+    if others := [*others, *(f"--{option}" for option, _ in pairs if option != "measure")]:
+        raise MegabatchError(f"--measure measures this machine, and {others[0]!r} is given too; leave it out")
+    return True
+
+
+def device_path(arguments: Sequence[str]) -> Path:
+    """Return the file that `plan --measure FILE` writes."""
+    pairs, _ = split_options(arguments, ("measure",))
+    return Path(pairs[-1][1])
+
+
 def named_sources(config: Config) -> dict[str, SourceConfig]:
     """Return the places of text that a recipe names, by the key of their table."""
     sets = {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}

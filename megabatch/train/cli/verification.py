@@ -1,10 +1,13 @@
-"""`megabatch verify`: the cut gradient against the uncut one, and an optimizer's step against that of one process."""
+"""`megabatch verify`: the cut gradient of a recipe against the uncut one; under torchrun on its wrapper."""
+
+import platform
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from megabatch import Verification, verify
 from megabatch.errors import MegabatchError
-from megabatch.optim import StepVerification, verify_step
+from megabatch.train.checkpoints.metadata import installed_version
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
@@ -13,25 +16,26 @@ from megabatch.train.model.architecture import load_tokenizer, positions_for_str
 from megabatch.train.model.build import build
 from megabatch.train.model.expert_balance import train_with_router
 from megabatch.train.model.frozen import dequantize
-from megabatch.train.model.optimizer import build_optimizer
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
 
-MAX_SAMPLES = 8  # run whole, in float64
+MAX_SAMPLES = 8  # over all ranks; each runs all of them in float64
 NUM_SHOWN = 12  # parameters, the worst first
 
 
 def verify_recipe(config: Config, ranks: Ranks) -> Verification:
     """Verify the gradient of a recipe (see `plain_config`) on samples of its first update, and print the result."""
-    console = Console(enabled=True, loss_digits=4)
+    check_versions(ranks.gather(list_versions()))
+    console = Console(enabled=ranks.rank == 0, loss_digits=4)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config, tokenizer, ranks, console, positions_for_stream(config))
     updates = Updates(data, config, ranks)
-    batch = updates.peek()[:MAX_SAMPLES]
-    if len(batch) < 2:
+    batch = updates.peek()[: max(2, MAX_SAMPLES // ranks.size)]
+    num_samples = int(ranks.sum([len(batch)])[0])
+    if num_samples < 2:
         raise MegabatchError(
-            f"the first update has {len(batch)} sample; cutting needs at least 2: set update.global_batch_size"
+            f"the first update has {num_samples} sample; cutting needs at least 2: set update.global_batch_size"
         )
     parallel_model = build(config, ranks, console, None, tokenizer)
     if config.model.lora is not None:
@@ -41,40 +45,55 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
         dequantize(parallel_model.base, torch.float32)
         console.say("four bits are compared as the numbers that they stand for")
     num_parameters = sum(parameter.numel() for parameter in parallel_model.base.parameters() if parameter.requires_grad)
+    words_of_ranks = f" on {ranks.size} ranks ({parallel_model.wrapper.name})" if ranks.size > 1 else ""
     console.say(
-        f"comparing the gradient of {len(batch)} samples whole with that of the same samples cut in several ways, "
-        f"over {num_parameters:,} parameters in float64, dropout off"
+        f"comparing the gradient of {num_samples} samples whole with that of the same samples cut in several ways"
+        f"{words_of_ranks}, over {num_parameters:,} parameters in float64, dropout off"
     )
     torch.manual_seed(config.run.seed)
     loss_fn = train_with_router(load_function(config.loss.function, "loss.function"), config, parallel_model, updates)
-    verification = verify(parallel_model.base, loss_fn, updates.peek()[:MAX_SAMPLES])
+    verification = verify(parallel_model.model, loss_fn, batch)
     console.say(words_of_verification(verification))
     return verification
 
 
-def verify_recipe_step(config: Config, ranks: Ranks) -> StepVerification:
-    """Compare steps of a recipe's optimizer on its wrapper with those of one process, and print the result. Collective.
+def plain_config(config: Config, num_ranks: int) -> Config:
+    """Return the recipe without keys of speed and precision, since `verify` computes in float64.
 
-    The gradients are random numbers, the same for both.
+    One process has no wrapper, and several have the recipe's. Raises `MegabatchError` where ranks share samples.
     """
-    console = Console(enabled=ranks.rank == 0, loss_digits=4)
-    parallel_model = build(config, ranks, console, None, load_tokenizer(config.model))
-    optimizer = build_optimizer(parallel_model.base, config.optim)
-    found = verify_step(parallel_model.base, optimizer)
-    size, kind = ranks.size, config.optim.function or config.optim.name
-    console.say(f"{kind} on {size} rank{'' if size == 1 else 's'}: {parallel_model.wrapper.name}")
-    if size == 1:
-        console.say("one process has no shards; start it as torchrun --nproc-per-node 3 -m megabatch verify ... --step")
-    console.say(str(found))
-    return found
-
-
-def plain_config(config: Config) -> Config:
-    """Return the recipe for one process, without keys of speed and precision: `verify` computes in float64."""
     model = config.model.model_copy(
         update={"dtype": "float32", "compute_dtype": None, "compile": False, "activation_checkpointing": False}
     )
-    return config.model_copy(update={"model": model, "parallel": ParallelConfig()})
+    parallel = ParallelConfig()
+    if num_ranks > 1:
+        asked = config.parallel
+        for axis in ("cp", "tp", "pp"):
+            if getattr(asked, axis) > 1:
+                raise MegabatchError(
+                    f"verify compares ranks with samples of their own, and parallel.{axis} is {getattr(asked, axis)}; "
+                    f"add --parallel.{axis}=1, or start verify without torchrun"
+                )
+        parallel = ParallelConfig(
+            wrapper=asked.wrapper or "ddp", dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard
+        )
+    return config.model_copy(update={"model": model, "parallel": parallel})
+
+
+def list_versions() -> dict[str, str | None]:
+    """Return the versions on which the last digits of a gradient depend."""
+    names = ("torch", "transformers", "megabatch")
+    return {"python": platform.python_version(), **{name: installed_version(name) for name in names}}
+
+
+def check_versions(versions: Sequence[Mapping[str, str | None]]) -> None:
+    """Raise `MegabatchError` where a rank has another version than rank 0."""
+    for rank, others in enumerate(versions):
+        for name, version in others.items():
+            if version != versions[0][name]:
+                raise MegabatchError(
+                    f"rank {rank} has {name} {version}, and rank 0 has {versions[0][name]}; install the same on all"
+                )
 
 
 def words_of_verification(verification: Verification) -> str:

@@ -257,8 +257,7 @@ def next_commands(file: str, hardware: Hardware) -> str:
     device = "" if hardware.device == "gpu" else f" --device {hardware.device}"
     lines = {
         launch_command(file, hardware): "train",
-        f"{on_all}megabatch doctor": "versions, devices, and an update that is verified",
-        f"megabatch verify {shlex.quote(file)}": "the gradient of microbatches against that of the whole batch",
+        f"{on_all}megabatch verify {shlex.quote(file)}": "the gradient of microbatches against that of the whole batch",
         f"megabatch plan {shlex.quote(file)} --world {hardware.per_node * hardware.num_nodes}{device}": "what fits",
     }
     width = min(60, max(map(len, lines)))

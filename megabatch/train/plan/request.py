@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, device_named
-from megabatch.train.autotune.device_file import read_device
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
+from megabatch.train.plan.device_file import read_device
 
 MOST_DIGITS = 18  # of a count
 

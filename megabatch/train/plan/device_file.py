@@ -46,7 +46,7 @@ TABLES: dict[str, dict[str, tuple[float, float]]] = {  # "": keys of no table
     },
 }
 WORDS = ("like", "name", "torch")  # keys with text
-_AGAIN = "write it with megabatch doctor --measure FILE"
+_AGAIN = "write it with megabatch plan --measure FILE"
 OPTIONAL = "all_gather"  # a table that a file of one rank lacks
 
 
@@ -160,9 +160,8 @@ def fit_line(small: tuple[int, float], large: tuple[int, float]) -> tuple[float,
 
 def device_toml(figures: Figures) -> str:
     """Return the text of a device file."""
-    return (
-        f"# Measured by `megabatch doctor --measure`; read by `megabatch plan --device FILE`.\n{tomli_w.dumps(figures)}"
-    )
+    heading = "# Measured by `megabatch plan --measure FILE`; read by `megabatch plan --device FILE`."
+    return f"{heading}\n{tomli_w.dumps(figures)}"
 
 
 def read_device(path: Path) -> Device:
