@@ -15,8 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import result
 from megabatch import GradientAccumulator, Learner, losses
-from megabatch.train.autotune.choices import TunedChoices
-from megabatch.train.autotune.sync_policy import ChosenSync
 from megabatch.train.callbacks.noise_scale import NoiseScale
 from megabatch.train.config import Config
 from megabatch.train.context import Callbacks, RunContext
@@ -63,7 +61,7 @@ class Loop:
             recipe, Ranks(0, 1, torch.device("cpu")), Console(enabled=False, loss_digits=4), StopSignal(speaks=False),
             Heartbeat(Rendezvous(), None), None, nowhere, nowhere,
             ParallelModel(model, model, WrapperChoice("plain", ""), [], [], {}),
-            self.learner, losses.next_token, TunedChoices(None, ChosenSync(None, {})), {},
+            self.learner, losses.next_token, None, {},
         )  # fmt: skip
 
     def update(self, batch: Batch) -> int:

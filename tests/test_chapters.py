@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
-from megabatch.autotune import ModuleSnapshot, check_measurable, device_text, free_on, measure_policy
+from megabatch.autotune import ModuleSnapshot, check_measurable, device_text, free_on
 from megabatch.batching import Padding, context_parallel, pad_right, sample_length, to_device
 from megabatch.errors import in_one_line
 from megabatch.experts import config_coefficient, has_experts
@@ -88,21 +88,6 @@ def test_a_tuned_limit_goes_through_json_and_into_an_accumulator():
     again = TunedLimit(**{**kept, "cost": CostModel(**kept["cost"]),
                           "measured": tuple(MeasuredMicrobatch(**each) for each in kept["measured"])})  # fmt: skip
     assert again == limit == GradientAccumulator(Tokens(), max_microbatch_tokens=again).fit
-
-
-def test_a_policy_is_measured_and_leaves_nothing_behind():
-    model = Tokens()
-    before = [each.clone() for each in model.parameters()]
-    found = measure_policy(
-        "last", model, SAMPLES, losses.next_token, optimizer=torch.optim.SGD(model.parameters()), rows=2
-    )
-    assert found is not None
-    assert found.fits()
-    assert not found.fits(found.allowed_bytes)
-    assert found.peak_bytes == found.stays_bytes + found.num_bytes
-    assert all(
-        each.grad is None and torch.equal(each, old) for each, old in zip(model.parameters(), before, strict=True)
-    )
 
 
 def test_a_module_is_put_back():

@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from megabatch.autotune.memory import device_text as device_text
     from megabatch.autotune.memory import free_on as free_on
     from megabatch.autotune.snapshot import ModuleSnapshot as ModuleSnapshot
-    from megabatch.autotune.tuner import PolicyMemory as PolicyMemory
-    from megabatch.autotune.tuner import measure_policy as measure_policy
 else:
     _HOME = {  # public name → its module
         "ModuleSnapshot": "snapshot",
-        "PolicyMemory": "tuner",
         "check_measurable": "memory",
         "device_text": "memory",
         "free_on": "memory",
-        "measure_policy": "tuner",
+    }
+    _REMOVED = {  # public name of the last version → what to use instead
+        "PolicyMemory": "state sync=, or plan it with megabatch.simulate.simulate",
+        "measure_policy": "state sync=, or plan it with megabatch.simulate.simulate",
     }
     __all__ = list(_HOME)
-    __getattr__, __dir__ = export_lazily(__name__, _HOME)
+    __getattr__, __dir__ = export_lazily(__name__, _HOME, _REMOVED)

@@ -5,29 +5,24 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import unwrap
 from typing import Any, cast
 
 import numpy as np
-import torch
-from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
-from megabatch.autotune.memory import GIVE_A_BOUND, Budget, check_device, check_measurable, measure_budget
+from megabatch.autotune.memory import GIVE_A_BOUND, check_device, check_measurable, measure_budget
 from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
-from megabatch.batching.padding import Padding
-from megabatch.batching.samples import Batch, Collate, Samples
+from megabatch.batching.samples import Batch, Samples
 from megabatch.engine import random_state
 from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, StatedLimit, first_failure
-from megabatch.engine.error_broadcast import guard_memory
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.losses.contract import CoupledLoss, LossFunction
 from megabatch.planning.limits import (
     MeasuredMicrobatch,
-    MemoryRoom,
     TimedMicrobatch,
     TunedLimit,
     bound_tokens,
@@ -36,12 +31,10 @@ from megabatch.planning.limits import (
     gains_little,
     in_gib,
     largest_fitting,
-    next_rows,
     search,
 )
 from megabatch.torch_private import is_fsdp2
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.detect import choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients
 from megabatch.wrappers.mesh import DataRanks
 
@@ -152,21 +145,15 @@ class MicrobatchTuner(StatedLimit):
 
     @contextlib.contextmanager
     def measuring_copies(
-        self, planner: MicrobatchPlanner, longest: LongestSample, loss_fn: LossFunction, opened: OpenUpdate | None,
-        budget: Budget | None = None,
+        self, planner: MicrobatchPlanner, longest: LongestSample, loss_fn: LossFunction, opened: OpenUpdate | None
     ) -> Generator[MicrobatchMeasurer]:  # fmt: skip
-        """Run small updates inside, and restore all state after them. Collective.
-
-        ``budget`` is that of earlier updates like these; None: measure it.
-        """
+        """Run small updates inside, and restore all state after them. Collective."""
         self.wrapper.check_unchanged()
         drop_gradients(self.wrapper.parameters)
         with restoring(self._subject, opened, GIVE_A_BOUND):
             measurer = MicrobatchMeasurer(self._subject, planner, longest, loss_fn, self.optimizer)
-            if budget is None:
-                measurer.warm_up()
-                budget = measure_budget(self.wrapper.device, self._memory_bytes, self.wrapper.ranks)
-            measurer.budget = budget
+            measurer.warm_up()
+            measurer.budget = measure_budget(self.wrapper.device, self._memory_bytes, self.wrapper.ranks)
             yield measurer
 
     def find_longest(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction) -> LongestSample | None:
@@ -325,86 +312,3 @@ def _most_rows(planner: MicrobatchPlanner, longest: LongestSample) -> int:
     """Return the most rows of a microbatch: as many as a rank has, or as fitted in memory."""
     learned = longest.most_rows if planner.learned is None else planner.learned.tokens // longest.num_tokens
     return max(1, min(longest.most_rows, learned))
-
-
-@dataclass(frozen=True)
-class PolicyMemory:
-    """Memory of a microbatch under a policy, in bytes; the same on all ranks."""
-
-    num_bytes: float  # at its peak, beyond stays_bytes: the most over all ranks
-    stays_bytes: float  # between microbatches: parameters, gradients, states, the rest of the process
-    allowed_bytes: float  # for a microbatch: the least over all ranks
-    limit_bytes: float  # for the whole process
-    budget: Budget  # of this rank
-
-    @property
-    def peak_bytes(self) -> float:
-        """Peak of the whole process."""
-        return self.stays_bytes + self.num_bytes
-
-    def fits(self, spare_bytes: float = 0.0) -> bool:
-        """Return true if it fits with so many bytes beside it."""
-        return self.num_bytes + spare_bytes <= self.allowed_bytes
-
-
-def measure_policy(
-    policy: str, model: Any, batch: Batch, loss_fn: LossFunction, *, optimizer: optim.Optimizer, rows: int,
-    tokens: int | None = None, spare_bytes: float = 0.0, memory_bytes: float | None = None,
-    accumulate_dtype: torch.dtype | None = None, budget: Budget | None = None, collate: Collate | None = None,
-) -> PolicyMemory | None:  # fmt: skip
-    """Measure the memory of a microbatch under a policy. Collective; all state is restored.
-
-    It runs as few rows as show that the microbatch fits with ``spare_bytes`` beside it, and never more than are sure
-    to fit.
-
-    Args:
-        policy: "every", "last", "gather_once", "gather_once:K" or "replica_last".
-        model: In its wrapper.
-        batch: This rank's samples; copies of the longest one are measured.
-        loss_fn: As for `GradientAccumulator`.
-        optimizer: Its missing states count as memory in use.
-        rows: Samples of the microbatch.
-        tokens: Limit of its tokens, which may lower ``rows``.
-        spare_bytes: Memory to keep free beside it.
-        memory_bytes: As for `GradientAccumulator`.
-        accumulate_dtype: As for `GradientAccumulator`.
-        budget: The budget of a policy that was measured before.
-        collate: As for `GradientAccumulator`.
-
-    Returns:
-        The memory, or None if no rank has a sample.
-
-    Raises:
-        PlanError: The memory cannot be measured.
-    """
-    wrapper = detect_wrapper(model, None)
-    wide = WideGradients(wrapper.parameters, accumulate_dtype)
-    wrapper.accumulate_in(wide)
-    choice = choose_policy(wrapper, policy)
-    pad = Padding(wrapper.models)
-    planner = MicrobatchPlanner(None, None, collate, None, choice, wrapper.ranks, cost=None, padding=pad)
-    tuner = MicrobatchTuner(model, wrapper, wide, memory_bytes)
-    tuner.optimizer = optimizer
-    with guard_memory(wrapper.ranks, wrapper.device):
-        longest = tuner.find_longest(planner, batch, loss_fn)
-        if longest is None:
-            return None
-        wanted = max(1.0, float(rows) if tokens is None else min(rows, tokens / longest.num_tokens))
-        with tuner.measuring_copies(planner, longest, loss_fn, None, budget) as measurer:
-            measured = [measurer.measure(1)]
-            while True:
-                need, space = _estimate_bytes(measured, wanted), _reserve_bytes(measurer.space, spare_bytes)
-                if need <= space.allowed or (more := next_rows(measured, space, int(wanted))) is None:
-                    break
-                measured.append(measurer.measure(more))
-    return PolicyMemory(need, measurer.stays_bytes, measurer.space.allowed, measurer.limit_bytes, measurer.budget)
-
-
-def _estimate_bytes(measured: Sequence[MeasuredMicrobatch], rows: float) -> float:
-    """Estimate the bytes of a microbatch: k times the rows of another one need at most k times its bytes."""
-    return min(each.num_bytes * max(1.0, rows / each.rows) for each in measured)
-
-
-def _reserve_bytes(space: MemoryRoom, num_bytes: float) -> MemoryRoom:
-    """Return the room that is left beside so many bytes."""
-    return MemoryRoom(space.allowed - num_bytes, space.there - num_bytes)

@@ -56,7 +56,7 @@ class RunContext:
     model: ParallelModel  # the model, its wrapper and how it lies over the ranks
     learner: Learner  # model, optimizer, schedule and gradient accumulator
     loss_fn: LossFunction  # of training: in the model's precision, with a router loss if the recipe has one
-    choices: Any  # `TunedChoices` of the chapter autotune: what the recipe leaves open
+    limit: Any  # `ChosenLimit` of the chapter autotune, the measured limit; None: the recipe states it
     identity: Mapping[str, Any]  # as JSON: a checkpoint with another identity belongs to another run
     checkpoint: Path | None = None  # the run resumes from it; None: it starts
     callbacks: "Callbacks" = field(default_factory=lambda: Callbacks(()))

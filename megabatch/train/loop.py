@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from megabatch import MegabatchError
-from megabatch.train.autotune.choices import choose_rest, saved_choices
+from megabatch.train.autotune.microbatch_limit import choose_limit, load_limit
 from megabatch.train.callbacks.checkpointing import identity_of, restore
 from megabatch.train.callbacks.order import load_callbacks, make_callbacks
 from megabatch.train.checkpoints.retention import resumed_from
@@ -152,7 +152,7 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     console = Console(enabled=ranks.is_main, loss_digits=loss_digits, is_verbose=config.run.verbose)
     check_run_folder(Path(config.run.folder), config, ranks)
     checkpoint = resumed_from(config.run, ranks, console)
-    choices = saved_choices(config, ranks, checkpoint)
+    limit = load_limit(config, ranks, checkpoint)
     loss_fn = load_function(config.loss.function, "loss.function")
     own_callbacks = load_callbacks(config.run)
     tokenizer = load_tokenizer(config.model)
@@ -168,17 +168,17 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     loss_fn = in_precision(loss_fn, config.model, model, ranks.device)
     if (keys := keys_of(model.base)) is not None:
         loss_fn, updates.add_key = with_keys(loss_fn, keys), keying(config.run.seed)
-    learner = build_learner(model, config, updates.num_updates, *choices.given)
+    learner = build_learner(model, config, updates.num_updates, None if limit is None else limit.fit)
     identity = identity_of(config, data, model, updates)
     context = RunContext(
         config=config, ranks=ranks, console=console, stop=stop, heartbeat=heartbeat, tokenizer=tokenizer, data=data,
-        updates=updates, model=model, learner=learner, loss_fn=loss_fn, choices=choices, identity=identity,
+        updates=updates, model=model, learner=learner, loss_fn=loss_fn, limit=limit, identity=identity,
         checkpoint=checkpoint,
     )  # fmt: skip
     context.exits.callback(context.write_logs)
     context.callbacks = Callbacks(make_callbacks(context, own_callbacks))
     first = updates.peek()
-    context.plan = learner.gradient.plan(first if choices.bound is None else [])
+    context.plan = learner.gradient.plan(first if limit is None else [])
     return context
 
 
@@ -192,5 +192,5 @@ def open_run(context: RunContext) -> None:
     for log in context.logs:
         for line in log.cut(-1 if is_new else context.step):
             context.console.warn(line)
-    context.choices = choose_rest(context)
+    context.limit = choose_limit(context.limit, context)
     context.plan = context.learner.gradient.plan(context.updates.peek())

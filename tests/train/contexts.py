@@ -8,8 +8,6 @@ import torch
 
 from megabatch import Learner
 from megabatch.losses import LossFunction
-from megabatch.train.autotune.choices import TunedChoices
-from megabatch.train.autotune.sync_policy import ChosenSync
 from megabatch.train.config import Config
 from megabatch.train.context import RunContext
 from megabatch.train.data.updates import NumUpdates
@@ -48,5 +46,5 @@ def context_of(
     return RunContext(
         config or config_of(), ranks, SILENT, StopSignal(speaks=False),
         Heartbeat(Rendezvous(), None), None, data, updates, model, learner, loss_fn,
-        TunedChoices(None, ChosenSync(None, {})), {},
+        None, {},
     )  # fmt: skip

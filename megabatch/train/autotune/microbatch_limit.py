@@ -45,11 +45,6 @@ class ChosenLimit:
         fit = None if self.fit is None else asdict(self.fit)
         return {KEY: {"made_for": dict(self.made_for), "fit": fit, EVEN: self.even_tokens}}
 
-    def lowered(self, fit: TunedLimit) -> "ChosenLimit":
-        """Return this with another measured limit."""
-        own, other = (None if each is None else f"update.{each.explain()}" for each in (self.fit, fit))
-        return replace(self, fit=fit, words=tuple(other if each == own else each for each in self.words))
-
 
 def load_limit(config: Config, ranks: Ranks, checkpoint: Path | None) -> ChosenLimit | None:
     """Return the limit of the checkpoint that the run resumes from; None if the recipe states one.

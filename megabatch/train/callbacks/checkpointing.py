@@ -4,6 +4,7 @@
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class Checkpointing(Callback):
             **context.identity,
             "step": context.step,
             **{name: part.state_dict() for name, part in context.positions.items()},
-            **context.choices.meta(gradient.fit),
+            **({} if context.limit is None else replace(context.limit, fit=gradient.fit).meta),
             LEARNED: gradient.oom_limit,
             BEST_ONLY: not in_turn,
         }

@@ -27,6 +27,7 @@ from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import decay_steps_of
 from megabatch.train.runtime.console import count, duration_text, printable
 from megabatch.train.runtime.files import PLAN
+from megabatch.train.runtime.oom_limit import lowered_settings
 
 ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
 MOST_PLAN_LINES = 12  # on the screen
@@ -58,10 +59,13 @@ def plan_lines(context: RunContext) -> list[tuple[str, str]]:
     """Return the plan of the run and of its next update, each line with its subject; "": it goes on with the last."""
     config, data, ranks, num_updates = context.config, context.data, context.ranks, context.updates.num_updates
     plan = fill_up(context.plan)
-    split, *others = context.choices.shown(plan).explain().splitlines()
+    split, *others = plan.explain().splitlines()
     updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
     schedule, *more = notes(config, num_updates, data, ranks.dp_degree)
-    choices = context.choices.text(config.update, context.learner.gradient.oom_limit)
+    if context.limit is None:
+        limit_words = lowered_settings(config.update, context.learner.gradient.oom_limit)
+    else:
+        limit_words = context.limit.words
     size = f"{sizes_of(config.update)} (update.global_batch_size)"
     return [
         ("run", f"{updates} of {size} on {count(ranks.size, 'rank')}"),
@@ -70,7 +74,7 @@ def plan_lines(context: RunContext) -> list[tuple[str, str]]:
         ("schedule", schedule),
         *(("note", line) for line in more),
         ("parallel", f"wrapper {context.model.wrapper.name}: {context.model.wrapper.reason}"),
-        *titled("limit", choices),
+        *titled("limit", limit_words),
         (
             "microbatches",
             f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split} (others may have more or fewer)",

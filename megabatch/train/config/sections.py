@@ -183,8 +183,7 @@ class UpdateConfig(Section):
     ) = "auto"
     """The moment at which ranks sum gradients: with the last microbatch, with every one, across replicas with the last
     one only (hsdp). "gather_once" (fsdp2, hsdp) gathers parameters once per update, "gather_once:12" those of 12
-    groups: what is in no layer, and layers. "auto": the one that sends least of those that fit in memory, chosen before
-    the first update and kept with the checkpoint."""
+    groups: what is in no layer, and layers. "auto": the wrapper's own, which keeps least."""
     accumulate_dtype: Literal["float32"] | None = None
     """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
     model.dtype."""

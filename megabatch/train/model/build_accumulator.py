@@ -31,7 +31,7 @@ NAMED = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, KEYS))})(?!\w)")
 
 
 def build_accumulator(
-    model: nn.Module | list[nn.Module], config: Config, limit: TunedLimit | None, sync: str | None = None
+    model: nn.Module | list[nn.Module], config: Config, limit: TunedLimit | None
 ) -> GradientAccumulator:
     """Build the accumulator of a wrapped model. Collective.
 
@@ -39,7 +39,6 @@ def build_accumulator(
         model: The wrapped model, or several.
         config: The recipe.
         limit: The measured limit of a microbatch, if the recipe leaves it open.
-        sync: The chosen policy, if the recipe leaves it open.
 
     Raises:
         PlanError: with the recipe's names, for settings that this model cannot have.
@@ -51,7 +50,7 @@ def build_accumulator(
             max_microbatch_tokens=config.update.max_microbatch_tokens if limit is None else limit,
             memory_bytes=memory_bytes_of(config),
             cost=config.update.cost,
-            sync=sync or config.update.sync,
+            sync=config.update.sync,
             accumulate_dtype=accumulation_of(config.update),
             same_bits=config.update.same_bits,
             collate=collate_of(config),

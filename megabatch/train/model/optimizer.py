@@ -37,14 +37,10 @@ OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or
 
 
 def build_learner(
-    parallel_model: ParallelModel,
-    config: Config,
-    num_updates: NumUpdates,
-    fit: TunedLimit | None,
-    sync: str | None = None,
+    parallel_model: ParallelModel, config: Config, num_updates: NumUpdates, fit: TunedLimit | None
 ) -> Learner:
     """Return the model with its accumulator, optimizer and schedule. Raises `MegabatchError`. Collective."""
-    gradient = build_accumulator(parallel_model.model, config, fit, sync)
+    gradient = build_accumulator(parallel_model.model, config, fit)
     decay_steps = decay_steps_of(config, num_updates)
     device = next(parallel_model.base.parameters()).device
     optimizer = build_optimizer(parallel_model.base, optim_of(config, device))
