@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as of_every_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import _muon
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
@@ -58,8 +57,6 @@ NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and wh
     (DistributedDataParallel, "_sync_buffers", "DDP"),
     (cast(Any, dist).Reducer, "_set_forward_pass_work_handle", "DDP"),
     (DeviceMesh, "_get_root_mesh", "device meshes"),
-    (_muon, "_zeropower_via_newtonschulz", "Muon"),
-    (_muon, "_adjust_lr", "Muon"),
     (dist.distributed_c10d, "_world", "process groups"),
     (dist.ProcessGroup, "_get_backend", "process groups"),
 )
@@ -462,16 +459,6 @@ def step_hooks(optimizer: Any) -> list[Callable[..., Any]]:
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """``step.__wrapped__``: a class's step without the hooks of every optimizer, which run in the outer one's step."""
     return cast(Any, step).__wrapped__ if getattr(step, "hooked", False) else step
-
-
-def newton_schulz(matrix: Tensor, coefficients: Sequence[float], num_steps: int, eps: float) -> Tensor:
-    """``torch.optim._muon._zeropower_via_newtonschulz``: orthogonalize a matrix in bfloat16, in place where it is."""
-    return cast(Any, _muon)._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
-
-
-def adjusted_muon_rate(lr: float, kind: str | None, shape: Sequence[int]) -> float:
-    """``torch.optim._muon._adjust_lr``: the learning rate for the shape of a matrix."""
-    return cast(Any, _muon)._adjust_lr(lr, kind, shape)
 
 
 def is_in_backward() -> bool:

@@ -52,7 +52,6 @@ ELSEWHERE = {  # parts of errors that other tests provoke
     "steps a shard to other bits than a whole": "tests/unit/test_same_bits.py",
     "failed when a copy was tried on small parameters and on": "tests/unit/test_same_bits.py",
     "same_bits=True and the ranks hold": "tests/unit/test_same_bits.py",
-    "a matrix is also a parameter of": "tests/unit/test_muon.py",
     "cannot keep low bits:": "tests/unit/test_low_bits.py",
     "has no bfloat16 parameter; leave": "tests/unit/test_low_bits.py",
     "state_dtype is ": "tests/unit/test_low_bits.py",

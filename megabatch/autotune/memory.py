@@ -19,7 +19,7 @@ import torch
 from torch import optim
 
 from megabatch.errors import PlanError
-from megabatch.optim import LowBits, Muon
+from megabatch.optim import LowBits
 from megabatch.torch_private import start_profiler, stop_profiler
 from megabatch.wrappers.base import local
 from megabatch.wrappers.mesh import DataRanks
@@ -35,7 +35,6 @@ STATES: dict[type[optim.Optimizer], tuple[int, tuple[str, ...]]] = {
     optim.Adafactor: (1, ()),
     optim.Adagrad: (1, ()),
     optim.ASGD: (1, ()),
-    optim.Muon: (1, ()),
 }
 UNREADABLE = (OSError, ValueError, KeyError)  # errors of a kernel file that is missing or has another format
 
@@ -209,8 +208,8 @@ def estimate_state_bytes(optimizer: optim.Optimizer | None, parameters: list[tor
 
 def _num_states(optimizer: optim.Optimizer, group: dict[str, Any]) -> int:
     """Return the number of states of a parameter's size; two for an unknown class."""
-    if isinstance(optimizer, Muon) and optimizer.others is not None and not optimizer.orthogonalizes(group):
-        optimizer = optimizer.others
+    if "ns_steps" in group:  # torch's Muon, alone or beside another optimizer
+        return 1
     for kind, (always, asked_for) in STATES.items():
         if isinstance(optimizer, kind):
             return always + sum(bool(group.get(key)) for key in asked_for)

@@ -22,7 +22,6 @@ from megabatch.engine.call import CallAgreement, MicrobatchPlanner, MicrobatchSt
 from megabatch.engine.update import MAX_TERMS, OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import WEIGHT_TOLERANCE, LossHooks, Term
-from megabatch.optim import Muon
 from megabatch.planning.partition import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.torch_private import is_dtensor
@@ -71,15 +70,14 @@ def check_optimizer(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
     inner: Any = optimizer
     while hasattr(inner, "optimizer"):  # of LowBits and of Accelerate's wrapper
         inner = inner.optimizer
-    others = inner.others if isinstance(inner, Muon) else inner  # Muon gathers its own matrices
-    name, reason = type(others or inner).__name__, None
+    name, reason = type(inner).__name__, None
     if wrapper.device.type == "cpu" and any(each.get("fused") for each in inner.param_groups):
         reason = "is fused on a CPU, where its bits depend on the size of a shard; give fused=False"
-    elif others is None or not any(is_dtensor(each) and each.placements[-1].is_shard() for each in wrapper.parameters):
+    elif not any(is_dtensor(each) and each.placements[-1].is_shard() for each in wrapper.parameters):
         return
-    elif type(others) not in ELEMENTWISE:  # a subclass may step otherwise
+    elif type(inner) not in ELEMENTWISE:  # a subclass may step otherwise
         reason = "may step a shard to other bits than a whole parameter; use torch.optim.AdamW, or DDP"
-    elif type(others) in WIDE_ONLY and any(each.dtype == torch.bfloat16 for each in wrapper.parameters):
+    elif type(inner) in WIDE_ONLY and any(each.dtype == torch.bfloat16 for each in wrapper.parameters):
         reason = "rounds the last elements of a bfloat16 shard in another way; use torch.optim.AdamW, or DDP"
     if reason is not None:
         raise PlanError(f"same_bits=True and {name} {reason}, or leave same_bits out")

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megabatch.errors import PlanError
-from megabatch.optim.muon import Muon
 from megabatch.torch_private import count_writes, is_dtensor, step_hooks, unhooked
 
 Group = dict[str, Any]  # "params", and their options
@@ -27,7 +26,6 @@ REFUSED = {  # class → the reason
     "Adafactor": "its states are those of whole rows and columns",
     "LBFGS": "it runs the loss many times a step",
     "LowBits": "it keeps low bits already",
-    "Muon": "its step is one of whole matrices (megabatch.optim.Muon can)",
     "SparseAdam": "it takes sparse gradients",
 }
 BLOCKWISE = ("8bit", "4bit", "Fp8")  # in the names of optimizers whose states are scaled by block
@@ -58,13 +56,13 @@ class LowBits(Optimizer):
 
     Args:
         optimizer: Any elementwise optimizer over at least one bfloat16 parameter (AdamW, Adam, SGD, NAdam, Lion, ...),
-            or `Muon`. States that it has already are taken over.
+            or torch's Muon over whole matrices. States that it has already are taken over.
         state_dtype: torch.float32, or torch.bfloat16 for 4 bytes a weight less of AdamW's states. These are then
             rounded after each step, as they are without low bits, and weights have no longer the bits of float32.
 
     Raises:
-        PlanError: The optimizer is not elementwise (Adafactor, torch's Muon, LBFGS, SparseAdam, states in blocks), has
-            step hooks, or has no bfloat16 parameter. `step` raises it, before any such weight has moved, for an
+        PlanError: The optimizer is not elementwise (Adafactor, LBFGS, SparseAdam, states in blocks, Muon over shards),
+            has step hooks, or has no bfloat16 parameter. `step` raises it, before any such weight has moved, for an
             optimizer that keeps states of other shapes than the parameter's or writes to its parameter groups.
     """
 
@@ -78,6 +76,8 @@ class LowBits(Optimizer):
             raise PlanError(f"{name} cannot keep low bits: {reason}; use an elementwise optimizer, such as AdamW")
         if not any(_is_narrow(each) for group in optimizer.param_groups for each in group["params"]):
             raise PlanError(f"{name} has no bfloat16 parameter; leave LowBits out, or convert the model")
+        if any("ns_steps" in group and any(map(is_dtensor, group["params"])) for group in optimizer.param_groups):
+            raise PlanError(f"{name} cannot keep low bits of shards: Muon steps whole matrices; use DDP, or AdamW")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise PlanError(f"state_dtype is {state_dtype}; give torch.float32 or torch.bfloat16")
         _check_no_step_hooks(optimizer)
@@ -113,9 +113,7 @@ class LowBits(Optimizer):
         with torch.no_grad():
             limit = self._largest()
             for group in self.param_groups:
-                inner = self.optimizer
-                is_in_rounds = isinstance(inner, Muon) and inner.orthogonalizes(group)
-                for parameters in Muon.rounds(group) if is_in_rounds else _divided(group["params"], limit):
+                for parameters in _divided(group["params"], limit):
                     self._step_few(group, parameters)
         return loss
 
@@ -224,8 +222,6 @@ class _Written:
 
 def _reason_against(kind: Callable[..., Optimizer]) -> str | None:
     """Return the reason why a class of optimizers cannot keep low bits, or None if it can."""
-    if isinstance(kind, type) and issubclass(kind, Muon):
-        return None
     names = [each.__name__ for each in getattr(kind, "__mro__", ())]
     if any(part in name for name in names for part in BLOCKWISE):
         return "its states are scaled by block"

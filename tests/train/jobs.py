@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Rprop": {},
     "Muon": {"adamw_lr": 1e-3, "betas": (0.8, 0.9)},
 }
-WHOLE_ONLY = ("Adafactor", "Rprop")  # whose steps torch cannot make on shards
+WHOLE_ONLY = ("Adafactor", "Rprop", "Muon")  # whose steps torch cannot make on shards, or not as on whole ones
 
 
 class Tiny(nn.Module):

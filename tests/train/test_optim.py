@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from megabatch import MegabatchError
 from megabatch.errors import PlanError
+from megabatch.optim import LowBits
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import OptimConfig
 from megabatch.train.data.updates import NumUpdates
@@ -245,6 +246,46 @@ def test_muon_has_hidden_matrices_and_adamw_the_rest() -> None:
     assert decaying["betas"] == vectors["betas"] == (0.8, 0.9)
     rate = build_optimizer(model, OptimConfig(name="Muon", lr=0.5)).param_groups[1]["lr"]
     assert rate == 0.5  # the sizes of updates are alike
+
+
+def give_gradients(*models: nn.Module) -> None:
+    """Give the same random gradients to models of the same parameters."""
+    draw = torch.Generator().manual_seed(1)
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        gradient = torch.randn(same[0].shape, generator=draw).bfloat16()
+        for parameter in same:
+            parameter.grad = gradient.to(parameter.dtype)
+
+
+def test_muon_and_adamw_step_as_torchs_own() -> None:
+    model, twin = Tiny(), Tiny()
+    optimizer = build_optimizer(model, OptimConfig(name="Muon", lr=0.5, options={"fused": False}))
+    others = [parameter for parameter in twin.parameters() if parameter is not twin.head.weight]
+    matrices = [parameter for parameter in others if parameter.ndim == 2]
+    vectors = [parameter for parameter in others if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    oracles = [
+        torch.optim.Muon([twin.head.weight], lr=0.5, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        AdamW(groups, lr=0.5, betas=(0.9, 0.95)),
+    ]
+    for _ in range(3):
+        give_gradients(model, twin)
+        for stepped in (optimizer, *oracles):
+            stepped.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert not torch.equal(twin.head.weight, Tiny().head.weight)
+
+
+def test_low_bits_serve_muon_and_adamw() -> None:
+    narrow, wide = Tiny(torch.bfloat16), Tiny(torch.bfloat16).float()
+    optimizers = [build_optimizer(model, OptimConfig(name="Muon", lr=1e-4)) for model in (narrow, wide)]
+    assert isinstance(optimizers[0], LowBits)
+    for _ in range(5):
+        give_gradients(narrow, wide)
+        for optimizer in optimizers:
+            optimizer.step()
+    for parameter, expected in zip(narrow.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(optimizers[0].master_weight(parameter), expected)
 
 
 def test_muon_with_the_same_bits_on_a_cpu_does_not_fuse_adamw() -> None:

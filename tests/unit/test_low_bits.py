@@ -267,7 +267,6 @@ def half(*shape: int) -> list[nn.Parameter]:
 
 REFUSED: dict[str, tuple[Callable[[], Optimizer], str]] = {
     "Adafactor": (lambda: optim.Adafactor(half()), "Adafactor … rows and columns"),
-    "Muon": (lambda: optim.Muon(half()), "Muon … whole matrices"),
     "LBFGS": (lambda: optim.LBFGS(half()), "LBFGS … many times"),
     "SparseAdam": (lambda: optim.SparseAdam(half()), "SparseAdam … sparse"),
     "in blocks": (lambda: AdamW8bit(half()), "AdamW8bit … by block"),

@@ -13,21 +13,13 @@ from torch import Tensor, nn, optim
 
 from megabatch.autotune import memory
 from megabatch.autotune.memory import device_text, estimate_state_bytes, measure_budget
-from megabatch.optim import Muon
 from megabatch.wrappers.mesh import DataRanks
-
-
-def muon_and_adamw(parameters: list[nn.Parameter]) -> Muon:
-    matrix = nn.Parameter(torch.ones(8, 5))
-    matrix.grad = torch.ones(8, 5)
-    return Muon([matrix], optim.AdamW(parameters))
-
 
 KEPT: list[tuple[Callable[..., optim.Optimizer], dict[str, Any]]] = [
     (optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.AdamW, {}), (optim.AdamW, {"amsgrad": True}),
     (optim.Adam, {"amsgrad": True}), (optim.NAdam, {}), (optim.RAdam, {}), (optim.Adamax, {}), (optim.Adadelta, {}),
     (optim.RMSprop, {}), (optim.RMSprop, {"momentum": 0.9, "centered": True}), (optim.Adagrad, {}), (optim.ASGD, {}),
-    (optim.Rprop, {}), (optim.Muon, {}), (muon_and_adamw, {}),
+    (optim.Rprop, {}), (optim.Muon, {}),
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megabatch import Learner
 from megabatch.errors import MegabatchError, PlanError, in_one_line
-from megabatch.optim import LowBits, Muon, keep_state_dtypes, split_parameters
+from megabatch.optim import LowBits, keep_state_dtypes, split_parameters
 from megabatch.planning import TunedLimit
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
 from megabatch.train.config.batch_size import BatchSizes
@@ -71,16 +71,11 @@ def optim_of(config: Config, device: torch.device) -> OptimConfig:
 def words_of_muon(optimizer: optim.Optimizer) -> list[str]:
     """Return the line that says what Muon steps, if anything."""
     inner = optimizer.optimizer if isinstance(optimizer, LowBits) else optimizer
-    if not isinstance(inner, Muon):
+    if not isinstance(inner, MuonAndAdamW):
         return []
-    sizes = [[each.numel() for each in group["params"]] for group in inner.param_groups]
-    matrices = [
-        each
-        for group, own in zip(inner.param_groups, sizes, strict=True)
-        if inner.orthogonalizes(group)
-        for each in own
-    ]
-    share = sum(matrices) / sum(map(sum, sizes))
+    matrices, *others = [group["params"] for group in inner.param_groups]
+    num_weights = sum(matrix.numel() for matrix in matrices)
+    share = num_weights / (num_weights + sum(parameter.numel() for group in others for parameter in group))
     return [f"Muon: {len(matrices)} matrices of hidden layers, {share:.0%} of the trained weights; AdamW: the rest"]
 
 
@@ -198,11 +193,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
 def keeps_low_bits(config: OptimConfig, *, is_bfloat16: bool) -> bool:
     """Return True if the recipe asks for low bits, or leaves it open and they suit the parameters and optim.name."""
     if config.master == "auto":
-        return (
-            is_bfloat16
-            and config.function is None
-            and LowBits.supports(Muon if config.name == "Muon" else kind_of(config.name))
-        )
+        return is_bfloat16 and config.function is None and LowBits.supports(kind_of(config.name))
     return config.master == "low_bits"
 
 
@@ -273,7 +264,29 @@ def torch_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer
     return kind(taken, **tried(kind, arguments, groups))
 
 
-def muon_optimizer(model: nn.Module, config: OptimConfig) -> Muon:
+class MuonAndAdamW(optim.Optimizer):
+    """torch's Muon and AdamW as one optimizer, so that one schedule, one checkpoint and one `LowBits` serve both."""
+
+    def __init__(self, *parts: optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            # Loading a state, and `LowBits`, put other groups and another state in place.
+            part.param_groups = [group for group in self.param_groups if group.keys() >= part.defaults.keys()]
+            part.state = self.state
+            part.step()
+        return loss
+
+
+def muon_optimizer(model: nn.Module, config: OptimConfig) -> MuonAndAdamW:
     """Return Muon for the matrices of hidden layers, with AdamW for the rest."""
     matrices, rest = split_parameters(model)
     if not matrices:
@@ -281,14 +294,19 @@ def muon_optimizer(model: nn.Module, config: OptimConfig) -> Muon:
             'optim.name is "Muon" and the model trains no matrix of a hidden layer (embeddings and the head are not); '
             "choose AdamW, or free some from model.freeze"
         )
+    if any(isinstance(matrix, DTensor) for matrix in matrices):
+        raise MegabatchError(
+            "optim.name is 'Muon', and torch's Muon rounds sums over shards to bfloat16 (7 to 12 % of a step of "
+            'small matrices); choose AdamW, say, or parallel.wrapper = "ddp"'
+        )
     groups: list[Group] = [{"params": matrices, "weight_decay": config.weight_decay}]
-    options = dict(config.options)
+    options = {"adjust_lr_fn": "match_rms_adamw", **config.options}
     fused = {"fused": options.pop("fused")} if "fused" in options else {}  # torch's Muon is not fused, and AdamW is
-    arguments = tried(Muon, arguments_of(optim.Muon, config.model_copy(update={"options": options})), groups)
+    arguments = tried(optim.Muon, arguments_of(optim.Muon, config.model_copy(update={"options": options})), groups)
     rate = config.lr if config.adamw_lr is None else config.adamw_lr
     of_rest = config.model_copy(update={"name": "AdamW", "lr": rate, "options": fused})
     others = groups_of(rest, config.weight_decay)
-    return Muon(groups, torch_optimizer(others, of_rest) if others else None, **arguments)
+    return MuonAndAdamW(optim.Muon(groups, **arguments), *([torch_optimizer(others, of_rest)] if others else []))
 
 
 def kind_of(name: str) -> Callable[..., optim.Optimizer]:
