@@ -5,14 +5,10 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +23,6 @@ from megabatch.train.cli import commands as cli
 from megabatch.train.cli import front
 from megabatch.train.config import RunConfig
 from megabatch.train.config.secrets import check_unmasked, mask, mask_command
-from megabatch.train.report.server import Handler, Server
 from megabatch.train.runtime.files import replace_text, write_synced
 from megabatch.train.trust import reason_to_ask
 from tests.elastic.conftest import OWN
@@ -375,40 +370,6 @@ def room_for_two(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
         said = bench.train(run__folder=disk / "run", run__after_update=after, **values)
         assert sorted(path.name for path in (disk / "run" / "checkpoints").glob("step-*")) == ["step-4", "step-6"]
     return said
-
-
-# A page that is watched
-
-
-@case("a run is watched, and 40 connections ask for nothing", pytest.mark.full)
-def watched(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
-    bench.train(run__max_steps=4)
-    metrics = bench.folder / "metrics.jsonl"
-    *rows, last = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text(f"{' ' * 2**16}\n" * 2**8 + "".join(rows))  # as long as a long run's
-    with pytest.MonkeyPatch.context() as patch, Server(bench.folder, 0) as server, ExitStack() as stack:
-        patch.setattr(Handler, "timeout", Handler.timeout / 20)
-        patch.setattr("megabatch.train.report.server.SHARE", 0)  # each look is a new one
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(server.shutdown)
-        connections = [stack.enter_context(socket.create_connection(server.server_address, 10)) for _ in range(40)]
-        for each in connections:
-            each.sendall(b"GET / HT")
-        with metrics.open("a") as file:
-            file.write(last)
-        before = bytes_read()
-        with urllib.request.urlopen(f"{server.address}data", timeout=10) as answer:
-            said = answer.read().decode()
-        assert bytes_read() - before < 2**23
-        assert [each.recv(1) for each in connections] == [b""] * 40
-    return said
-
-
-def bytes_read() -> int:
-    """The bytes that this process has read so far, from files and others."""
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 # Trust

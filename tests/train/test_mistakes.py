@@ -74,6 +74,7 @@ MISTAKES = {  # command -> what it gets
     "train nothing": "nothing is a folder without config.toml, so no run to resume; give",
     # keys and values
     "train recipe.toml --optim.learningrate=1": "unknown key optim.learningrate … [optim] has name, function",
+    "watch runs/done": "watch is removed; open report.html in the run's folder",
     "doctor": "doctor is removed; run `megabatch verify RECIPE`, under torchrun on all ranks",
     "verify recipe.toml --step": "--step is removed; `megabatch verify RECIPE` compares gradients alone",
     "plan --measure": "--measure has no value; write --measure VALUE",

@@ -262,22 +262,29 @@ class FinalMessages(Callback):
     """Let the model complete a held-out prompt, print why the run ended, and draw its report. Collective."""
 
     def end(self, context: RunContext) -> None:
-        """Say the end and the summaries of other callbacks; of a whole run write report.html and say what is next."""
+        """Say the end and the summaries of other callbacks, write report.html, and say what is next."""
         if not context.is_stopped:
             self._show_completion(context)
         for line in (end_text(context), *context.summary):
             context.console.say(line)
         if context.is_stopped:
+            if context.ranks.is_main and context.plan.lengths:
+                from megabatch.train.report.page import write_page
+
+                context.flush_logs()
+                write_page(context.folder, context.console, f"stopped at update {context.step}")
             return
         for line in context.updates.skipped.words("the stream's last pass"):
             context.console.say(line)
         if context.ranks.is_main and context.plan.lengths:
+            from megabatch.train.report.html import FILE_NAME
             from megabatch.train.report.page import write_page
 
             context.flush_logs()
             if "seconds" in context.row:
                 context.console.say(f"{count(context.step, 'update')} in {duration_text(context.row['seconds'])}")
-            write_page(context.folder, context.console)
+            if write_page(context.folder, context.console, "ended"):
+                context.console.say(f"a page to look at: {context.folder / FILE_NAME}")
             folder, model = (shlex.quote(str(each)) for each in (context.folder, f"{context.folder}-model"))
             others = shlex.quote(str(context.folder.parent))
             context.console.say(

@@ -60,6 +60,10 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
     if not config.data.num_workers and config.data.look_ahead is None:
         made.append(LoadingCheck(context.updates))
     made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context), FinalMessages()]
+    if ranks.is_main:
+        from megabatch.train.report.live import LivePage
+
+        made.append(LivePage())
     return made
 
 

@@ -126,16 +126,6 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """Serve a run's page while the run lasts, to this machine's browsers alone."""
-
-    run: Positional[Path]
-    """The run's folder."""
-    port: int = 0
-    """0: one that is free."""
-
-
-@dataclass(frozen=True)
 class Audit:
     """Watch the first updates of any training script, unmodified: megabatch audit -- python train.py."""
 
@@ -159,9 +149,10 @@ class Completion:
 
 
 COMMANDS: dict[str, type] = {
-    kind.__name__.lower(): kind for kind in (Init, Train, Plan, Verify, Export, Report, Runs, Watch, Audit, Completion)
+    kind.__name__.lower(): kind for kind in (Init, Train, Plan, Verify, Export, Report, Runs, Audit, Completion)
 }
 REMOVED_COMMANDS = {  # command of the last version -> what to use instead
+    "watch": "open report.html in the run's folder, which is written again while the run goes on and reloads itself",
     "doctor": "run `megabatch verify RECIPE`, under torchrun on all ranks, and `megabatch plan --measure FILE`",
 }
 REMOVED_OPTIONS = {  # option of the last version -> what to use instead
@@ -169,7 +160,7 @@ REMOVED_OPTIONS = {  # option of the last version -> what to use instead
     "published": "run `python -m benchmarks.published` in the repository",
 }
 WITH_RECIPE = ("train", "plan", "verify")
-ALONE = ("init", "export", "report", "runs", "watch", "audit", "completion")  # in one process
+ALONE = ("init", "export", "report", "runs", "audit", "completion")  # in one process
 
 ENDING = """
 RECIPE is a TOML file. Any key of it is overridden as --section.key=value; `megabatch train --help` explains the keys,

@@ -1,4 +1,4 @@
-"""Commands without torch: help, `init`, `report`, `runs`, `watch`, `completion`, and the check of a recipe.
+"""Commands without torch: help, `init`, `report`, `runs`, `completion`, and the check of a recipe.
 
 A module is imported here when its command is asked for: torch and transformers take seconds.
 """
@@ -16,7 +16,6 @@ from megabatch.train.cli.arguments import (
     Init,
     Report,
     Runs,
-    Watch,
     overview,
     read_arguments,
 )
@@ -85,11 +84,6 @@ def answer(arguments: Sequence[str]) -> bool:
         asked = read_arguments(Report, rest)
         if not report(asked.runs, asked.to, is_comparison=asked.compare, within=asked.within if asked.same else None):
             raise FailedError(CRASHED)
-    elif name == "watch":
-        from megabatch.train.report.server import watch
-
-        asked = read_arguments(Watch, rest)
-        watch(asked.run, asked.port)
     elif name == "runs":
         from megabatch.train.report.runs import print_runs
 

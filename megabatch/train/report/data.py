@@ -4,7 +4,7 @@ import errno
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.report import encode as columns
 from megabatch.train.runtime.files import (
-    CONFIG,
     CUTS,
     LOCK,
     LOG,
@@ -28,7 +27,6 @@ from megabatch.train.runtime.files import (
     read_file,
     read_rows,
     read_starts,
-    row_of,
 )
 
 FIRST_KEYS = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "samples_per_second", "memory_gib")
@@ -42,76 +40,29 @@ PLANNED = re.compile(r"(\d+) updates? of ")
 Story = dict[str, Any]
 
 
-class AddedRows:
-    """Rows of files that grow: each look reads what was added since the one before."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, GrowingFile] = {}
-
-    def __call__(self, path: Path) -> list[Row]:
-        """Return all rows of a file so far; none where it is not there. Raises as `read_rows` does."""
-        return self._files.setdefault(path, GrowingFile()).read(path) if path.exists() else []
-
-
-class GrowingFile:
-    """Rows of one file, read up to an offset. A file that was replaced or cut is read anew."""
-
-    def __init__(self) -> None:
-        self._rows: list[Row] = []
-        self._inode = self._offset = self._num_lines = 0
-        self._last = b""  # line before the offset
-
-    def read(self, path: Path) -> list[Row]:
-        """Return all rows, without a last line that is still being written."""
-        with os.fdopen(open_file(path), "rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            file.seek(self._offset - len(self._last))
-            if inode != self._inode or file.read(len(self._last)) != self._last:
-                self.__init__()
-                self._inode = inode
-                file.seek(0)
-            for line in file:
-                row = row_of(line)
-                if not line.endswith(b"\n"):
-                    break
-                if row is None and line.strip():
-                    raise MegabatchError(f"{path} is damaged (line {self._num_lines + 1} is no row); mend that line")
-                self._rows += [] if row is None else [row]
-                self._offset, self._last, self._num_lines = self._offset + len(line), line, self._num_lines + 1
-        return self._rows
-
-
-def read_run(
-    folder: Path,
-    *,
-    may_be_empty: bool = False,
-    is_over: bool = False,
-    read: Callable[[Path], list[Row]] = read_rows,
-    most_updates: int = columns.MOST_UPDATES,
-) -> Story:
+def read_run(folder: Path, *, state: str | None = None, most_updates: int = columns.MOST_UPDATES) -> Story:
     """Return the data of a run's page.
 
     Args:
         folder: The run's folder.
-        may_be_empty: Accept a run that has no metrics yet.
-        is_over: This process has trained the run and is done. None else asks for the run's lock: see `is_running`.
-        read: Returns the rows of a file.
+        state: "running", "ended" or "stopped at update N", of the process that trains. None asks for the run's lock,
+            which that process must not do: see `is_running`.
         most_updates: Updates that are drawn; of more, every second, third, ...
 
     Raises:
         MegabatchError: There is no run, it has no metrics, or a file is damaged.
     """
-    check_run(folder, may_be_empty=may_be_empty)
+    check_run(folder)
     with one_line_for_damage(folder):
-        plan, rows = plan_of(folder), read(folder / METRICS)
+        plan, rows = plan_of(folder), read_rows(folder / METRICS)
         planned, step = planned_of(plan), last_step(rows)
         return {
             **curves_of(folder, rows, most_updates),
-            **of_journals(folder, read),
+            **of_journals(folder),
             "name": name_of(folder),
             "plan": plan,
             "planned": planned,
-            "state": "ended" if is_over else state_of(folder, step, planned),
+            "state": state_of(folder, step, planned) if state is None else state,
             "ended": ended_of(folder),
             "start": start_of(folder),
         }
@@ -119,7 +70,7 @@ def read_run(
 
 def read_curves(folder: Path, name: str, most_updates: int) -> Story:
     """Return the part of a run's data that is drawn beside other runs. Raises as `read_run` does."""
-    check_run(folder, may_be_empty=False)
+    check_run(folder)
     with one_line_for_damage(folder):
         return {**curves_of(folder, read_rows(folder / METRICS), most_updates), "name": name}
 
@@ -137,12 +88,11 @@ def one_line_for_damage(folder: Path) -> Generator[None]:
         ) from None
 
 
-def check_run(folder: Path, *, may_be_empty: bool) -> None:
+def check_run(folder: Path) -> None:
     """Raise where the folder has no run, or a run without rows."""
     if not folder.is_dir():
         raise MegabatchError(f"{folder} is no folder; give the folder of a run, for example runs/stdlib")
-    has_rows = (folder / METRICS).is_file()
-    if not has_rows and not (may_be_empty and (folder / CONFIG).is_file()):
+    if not (folder / METRICS).is_file():
         raise MegabatchError(f"{folder} has no {METRICS}; give the folder of a run that has begun")
 
 
@@ -198,12 +148,12 @@ def resumes_of(updates: Sequence[Row], starts: Sequence[Row]) -> list[int]:
     return sorted({updates[first]["step"] - 1 for first in firsts if 0 < first < len(dates) and dates[first - 1]})
 
 
-def of_journals(folder: Path, read: Callable[[Path], list[Row]]) -> Story:
+def of_journals(folder: Path) -> Story:
     """Return the cuts, timelines and skipped samples of the run."""
     return {
-        "cuts": columns.cuts_of(read(folder / CUTS), folder / CUTS),
-        "timelines": columns.timelines_of(read(folder / TIMELINE), folder / TIMELINE),
-        "skipped": columns.skipped_of(read(folder / SKIPPED)),
+        "cuts": columns.cuts_of(read_rows(folder / CUTS), folder / CUTS),
+        "timelines": columns.timelines_of(read_rows(folder / TIMELINE), folder / TIMELINE),
+        "skipped": columns.skipped_of(read_rows(folder / SKIPPED)),
     }
 
 

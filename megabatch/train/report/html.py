@@ -33,7 +33,7 @@ def write_html(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def html_of(data: Mapping[str, Any]) -> str:
-    """Return the page of one run, or of several and their ``comparison``; ``is_live`` asks for news."""
+    """Return the page of one run, or of several and their ``comparison``; ``reload_seconds``: it reloads itself."""
     title = ", ".join(str(run["name"]) for run in data["runs"])
     parts = {
         "TITLE": html.escape(title),

@@ -1,11 +1,13 @@
-"""`megabatch report`, and the page that a run writes at its end."""
+"""`megabatch report`, and the page that a run writes while it goes on and at its end."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megabatch.errors import MegabatchError
 from megabatch.train.report.comparison import WITHIN, compare
-from megabatch.train.report.data import names_of, read_curves, read_run
+from megabatch.train.report.data import Story, names_of, read_curves, read_run
 from megabatch.train.report.encode import MOST_UPDATES
 from megabatch.train.report.html import FILE_NAME, write_html
 from megabatch.train.report.runs import RunSummary, comparison_of, find_runs, runs_text, summarize
@@ -13,6 +15,9 @@ from megabatch.train.runtime.console import Console, print_line
 from megabatch.train.runtime.files import MANIFEST
 
 COMPARISON = "comparison.html"
+RUNNING = "running"
+MOST_LIVE_UPDATES = 4_000  # drawn while a run goes on
+SECONDS_BETWEEN_PAGES = 10.0  # of a run that goes on, at least
 USAGE = "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN ... (two of them with --same)"
 
 
@@ -39,8 +44,11 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within
     ):
         raise MegabatchError(USAGE)
     if not is_comparison:
+        story = read_run(runs[0])
+        # Only the page in the run's own folder is written again.
+        data = page_of(story) if to is None else {"runs": [story]}
         to = runs[0] / FILE_NAME if to is None else to
-        write_html(to, {"runs": [read_run(runs[0])]})
+        write_html(to, data)
         print_line(f"a page to look at: {to}")
         return True
     if within is not None:
@@ -84,11 +92,28 @@ def summaries_of(folders: Sequence[Path]) -> list[RunSummary]:
     return [summarize(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
 
 
-def write_page(folder: Path, console: Console) -> None:
-    """Write a run's page at its end; a full disk and a damaged file are warnings."""
+def write_page(folder: Path, console: Console, state: str) -> bool:
+    """Write a run's page while it runs or at its end. A full disk and a damaged file are warnings.
+
+    Args:
+        folder: The run's folder.
+        console: Gets the warning.
+        state: As for `read_run`. The page of a run that is "running" reloads itself.
+
+    Returns:
+        False where the page is not written.
+    """
+    most_updates = MOST_LIVE_UPDATES if state == RUNNING else MOST_UPDATES
     try:
-        write_html(folder / FILE_NAME, {"runs": [read_run(folder, is_over=True)]})
+        write_html(folder / FILE_NAME, page_of(read_run(folder, state=state, most_updates=most_updates)))
     except MegabatchError as error:
         console.warn(f"{FILE_NAME} is not written: {error}")
-    else:
-        console.say(f"a page to look at: {folder / FILE_NAME}")
+        return False
+    return True
+
+
+def page_of(story: Story) -> dict[str, Any]:
+    """Return the data of a page of one run; that of a running one says when it was written and when to reload."""
+    if story["state"] != RUNNING:
+        return {"runs": [story]}
+    return {"runs": [story], "written": time.time(), "reload_seconds": SECONDS_BETWEEN_PAGES}

@@ -1,8 +1,6 @@
-// The page: from its data to what stands in it, once, or again and again where a run is watched.
+// The page: from its data to what stands in it. The page of a run that goes on reloads itself.
 
-const SECONDS_BETWEEN = 1;
-const parts = {};
-let shown = null;  // of the text sections, as they stand
+const SECONDS_UNTIL_SILENT = 600;
 
 function fill(id, contents) {
   const section = document.getElementById(id);
@@ -10,31 +8,17 @@ function fill(id, contents) {
   section.hidden = !contents.length;
 }
 
-function showTexts(run) {
-  const now = JSON.stringify([run.plan, run.skipped]);
-  if (now !== shown) {
-    fill("plans", planOf(run));
-    fill("skipped", skippedOf(run));
-    shown = now;
-  }
-  const numbers = document.getElementById("numbers");
-  if (!numbers.querySelector("details[open]") && !numbers.contains(document.activeElement)) fill("numbers", numbersOf(run));
-}
-
-function showPart(name, Part, run) {
-  parts[name] ??= new Part(document.getElementById(name));
-  parts[name].news(run);
-}
-
 function showOne(run) {
   document.querySelector("h1").textContent = run.name;
   document.getElementById("status").textContent = statusText(run);
   showFacts(run);
   showCharts([run]);
-  showPart("cuts", Cuts, run);
+  new Cuts(document.getElementById("cuts")).news(run);
   document.getElementById("cuts").hidden = !run.cuts.step.length;
-  showPart("timelines", Timelines, run);
-  showTexts(run);
+  new Timelines(document.getElementById("timelines")).news(run);
+  fill("plans", planOf(run));
+  fill("skipped", skippedOf(run));
+  fill("numbers", numbersOf(run));
 }
 
 // Several runs: their table and their curves. The rest is on the page of each.
@@ -50,28 +34,20 @@ function show({ runs, comparison }) {
   else showOne(runs[0]);
 }
 
-// A run that is watched: what is new is asked of whoever serves this page, until it answers no more.
-async function follow(mark) {
+// A run that goes on writes this file again, and the page waits while a person uses a control of it.
+function follow({ written, reload_seconds }) {
   const status = document.getElementById("status");
-  status.classList.add("live");
-  for (let misses = 0; misses < 3;) {
-    await new Promise((done) => setTimeout(done, 1000 * SECONDS_BETWEEN));
-    try {
-      const answer = await fetch(`data?seen=${encodeURIComponent(mark)}`, { cache: "no-store" });
-      misses = 0;
-      if (answer.status !== 200) continue;
-      const news = await answer.json();
-      mark = news.mark;
-      show(news);
-    } catch (problem) {
-      misses += 1;
-    }
+  if (Date.now() / 1000 - written > SECONDS_UNTIL_SILENT) {
+    status.textContent += ` · this page was last written ${dateText(new Date(1000 * written).toISOString())}`;
+    return;
   }
-  status.classList.add("ended");
-  status.textContent += " · nobody serves this page any more";
+  status.classList.add("live");
+  setInterval(() => {
+    if (document.activeElement === document.body) location.reload();
+  }, 1000 * reload_seconds);
 }
 
 const data = JSON.parse(document.getElementById("data").textContent);
 show(data);
 document.documentElement.dataset.ready = "true";
-if (data.is_live) follow(data.mark);
+if (data.reload_seconds) follow(data);
