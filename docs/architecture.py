@@ -17,7 +17,7 @@ CHAPTERS = {  # in the order of imports: the middle of its box, and a caption
     "lazy": (600, "imports on first use"),
     "errors": (345, "errors, checks of numbers"),
     "torch_private": (110, "torch's private names"),
-    "optim": (100, "bfloat16 that learns"),
+    "optim": (860, "bfloat16 that learns"),
     "planning": (345, "lengths in, plans out"),
     "batching": (345, "samples, padding, rows"),
     "losses": (345, "totals and weights"),

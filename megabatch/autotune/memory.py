@@ -19,7 +19,6 @@ import torch
 from torch import optim
 
 from megabatch.errors import PlanError
-from megabatch.optim import LowBits
 from megabatch.torch_private import start_profiler, stop_profiler
 from megabatch.wrappers.base import local
 from megabatch.wrappers.mesh import DataRanks
@@ -200,7 +199,8 @@ def estimate_state_bytes(optimizer: optim.Optimizer | None, parameters: list[tor
         for each in group["params"]
         if each.requires_grad and not optimizer.state.get(each)
     ]
-    if not isinstance(optimizer, LowBits):
+    # Only `LowBits` has a dtype of its states.
+    if not isinstance(getattr(optimizer, "state_dtype", None), torch.dtype):
         return sum(_num_states(optimizer, group) * values.nbytes for group, values in missing)
     every = [(_num_states(optimizer.optimizer, group), values) for group, values in missing]
     return sum(values.nbytes * (2 * num + 1 if values.dtype == torch.bfloat16 else num) for num, values in every)
