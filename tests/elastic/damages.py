@@ -78,7 +78,6 @@ OF_ANY_FILE: tuple[Damage, ...] = (flip, zero, cut, lengthen, empty, remove)
 BESIDE = {  # what lies beside a run's checkpoints -> its files below the folder of both, and what may come of them
     "token cache": ("cache/*/samples.arrow", OF_ANY_FILE),
     "summary of the token cache": ("cache/*/summary.json", OF_ANY_FILE),
-    "manifest": ("{run}/manifest.jsonl", (damage_rows, *OF_ANY_FILE)),
     "metrics": ("{run}/metrics.jsonl", (damage_rows, *OF_ANY_FILE)),
     "environment.json": ("{run}/environment.json", OF_ANY_FILE),
     "other logs": ("{run}/[clpt]*.*", OF_ANY_FILE),  # config.toml, cuts.jsonl, log.txt, plan.txt, timeline.jsonl

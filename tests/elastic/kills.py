@@ -1,7 +1,7 @@
 """A run is killed and damaged again and again, and ends as one that never was.
 
 Kills come at updates and inside saves, to one rank or all. Between a kill and the resume, checkpoints and the files
-beside them are damaged: the token cache, the manifest, metrics and other logs.
+beside them are damaged: the token cache, metrics and other logs.
 
 `python -m tests.elastic.kills` does it two hundred times and writes kills.json; a number of minutes after it bounds the
 time. `python -m tests.elastic.kills same-bits` does it twenty times on ever other ranks, with update.same_bits, and
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 
-from megabatch.train.runtime.files import MANIFEST, METRICS, row_of
+from megabatch.train.runtime.files import METRICS, row_of
 from tests.elastic.damages import BESIDE, KINDS, damage_beside, step_to_expect, steps_of
 from tests.train.conftest import RECIPE, some_pairs, states_of, timeless, write_pairs
 from tests.train.processes import Run, overrides
@@ -85,7 +85,7 @@ class Runs:
         recipe.write_text(RECIPE.format(data=self.data, folder=folder))
         values = {"run__max_epochs": 5, "run__save_every": SAVE_EVERY, "eval__every": 10, "run__resume": True}
         values |= {"parallel__wrapper": LAID[size], "run__tensorboard": False, "data__cache": self.place / "cache"}
-        return Run(["train", str(recipe), *overrides(values | {"run__manifest": True} | self._given)], self.logs, size)
+        return Run(["train", str(recipe), *overrides(values | self._given)], self.logs, size)
 
     @property
     def logs(self) -> Path:
@@ -143,11 +143,10 @@ class Damager:
         for kind in self._draw.sample([CHECKPOINTS, *BESIDE], self._draw.randint(1, 3)):
             self.counts[kind] += 1
             if kind != CHECKPOINTS:
-                rows = [lines_of(self._folder / name) for name in (METRICS, MANIFEST)]
+                before = lines_of(self._folder / METRICS)
                 damage_beside(kind, self._folder.parent, self._folder.name, self._draw)
-                for before, name in zip(rows, (METRICS, MANIFEST), strict=True):
-                    after = lines_of(self._folder / name)
-                    self.lost |= {row["step"] for line in (before - after) + (after - before) if (row := row_of(line))}
+                after = lines_of(self._folder / METRICS)
+                self.lost |= {row["step"] for line in (before - after) + (after - before) if (row := row_of(line))}
             elif len(steps_of(checkpoints)) > 1:
                 found = self._damage_checkpoints(checkpoints)
         self.expected = found or 0
@@ -212,7 +211,7 @@ def disturbed(runs: Runs, whole: Path, sizes: tuple[int, ...], num: int, seed: i
     assert one.keys() == other.keys()
     outcome = Outcome(
         sizes, len(kills), inside, sum(kill.rank is not None for kill in kills), dict(damager.counts),
-        all(rows(whole, name, damager.lost) == rows(folder, name, damager.lost) for name in (METRICS, MANIFEST)),
+        rows(whole, METRICS, damager.lost) == rows(folder, METRICS, damager.lost),
         max(float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel()),
     )  # fmt: skip
     shutil.rmtree(folder)

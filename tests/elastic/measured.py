@@ -45,7 +45,6 @@ max_steps = {num_updates}
 max_epochs = {num_updates}
 save_every = {every}
 keep_last = 2
-manifest = true
 after_update = "tests.elastic.measured:watch"
 """
 

@@ -213,7 +213,6 @@ RUNNABLE: dict[str, Strategy] = {
         keep_best=[True, False],
         seed=[0, 7, 2**62],
         profile_steps=[[1], [2, 1]],
-        manifest=[True, False],
     ),
     "parallel": some(
         wrapper=["ddp", "fsdp2", "replicate"],

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -107,56 +106,12 @@ def token_beyond(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     return said_by(bench.finish(recipe=recipe, eval__num_samples=0), 2)
 
 
-# The manifest
-
-
-def compared(capsys: pytest.CaptureFixture[str], one: Path, other: Path) -> tuple[int, str]:
-    capsys.readouterr()
-    status = cli.run(["report", "--compare", "--same", str(one), str(other)])
-    return status, capsys.readouterr().out
-
-
-@case("the same bytes of data at another path", pytest.mark.full)
-def moved_data(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
-    moved = (bench.path / "data.jsonl").rename(bench.path / "moved.jsonl")
-    values = {"run__manifest": True, "run__max_steps": 3}
-    bench.train(run__folder=bench.path / "one", data__path=shutil.copy(moved, bench.path / "data.jsonl"), **values)
-    bench.train(run__folder=bench.path / "two", data__path=moved, **values)
-    status, text = compared(capsys, bench.path / "one", bench.path / "two")
-    assert status == 0
-    return text
-
-
-@case("other content under the same names", pytest.mark.full)
-def other_content(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
-    values = {"run__manifest": True, "run__max_steps": 3}
-    bench.train(run__folder=bench.path / "one", **values)
-    data = bench.path / "data.jsonl"
-    data.write_text(data.read_text().replace("ab", "zz"))
-    bench.train(run__folder=bench.path / "two", **values)
-    status, text = compared(capsys, bench.path / "one", bench.path / "two")
-    assert status == 1
-    return text
-
-
-@case("rows of a manifest are missing")
-def missing_rows(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
-    bench.train(run__folder=bench.path / "one", run__manifest=True, run__max_steps=4)
-    shutil.copytree(bench.path / "one", bench.path / "two")
-    manifest = bench.path / "two" / "manifest.jsonl"
-    lines = manifest.read_text().splitlines(keepends=True)
-    manifest.write_text("".join(lines[:1] + lines[2:]))
-    status, text = compared(capsys, bench.path / "one", bench.path / "two")
-    assert status == 1
-    return text
-
-
 # Files beside the checkpoints
 
 
 def resumed_after(bench: Bench, damage: Callable[[Path], None]) -> str:
     """Return what a run says that resumes from update 4 after some damage; it must end as one that never stopped."""
-    values = {"run__manifest": True, "run__save_every": 2}
+    values = {"run__save_every": 2}
     bench.train(run__folder=bench.path / "whole", **values)
     bench.train(**values, run__max_steps=4)
     damage(bench.folder)
@@ -169,7 +124,7 @@ def resumed_after(bench: Bench, damage: Callable[[Path], None]) -> str:
 
 @case("a line of every log is damaged", pytest.mark.full)
 def damaged_logs(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
-    names = ("metrics.jsonl", "manifest.jsonl", "cuts.jsonl", "timeline.jsonl")
+    names = ("metrics.jsonl", "cuts.jsonl", "timeline.jsonl")
 
     def damage(folder: Path) -> None:
         for name in names:
@@ -387,7 +342,7 @@ def secret_in_recipe(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     text = bench.recipe.read_text().replace('source = "jsonl"\n', "")
     recipe.write_text(text.replace(f'path = "{bench.path}/data.jsonl"', f'function = "{own}:samples"'))
     secrets = {"data__options__hf_token": "hf_SECRET1", "data__options__url": "https://me:SECRET2@host/x"}
-    values = {"eval__num_samples": 0, "run__manifest": True, **secrets}
+    values = {"eval__num_samples": 0, **secrets}
     bench.train(recipe=recipe, run__max_steps=1, **values)
     files = [path for path in bench.folder.rglob("*") if path.is_file()]
     assert len(files) > 8

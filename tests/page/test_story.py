@@ -123,7 +123,7 @@ def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, capsys) -> None:
         ((run, run), "write: megabatch report RUN"),
         (("--compare", run), f"{run} is the only run; name two or more to compare, or their folder"),
         (("--compare", run, tmp_path / "none"), "is no folder"),
-        ((run, "--same"), "write: megabatch report RUN"),
+        ((run, "--same"), "--same is removed; compare run_hash"),
         ((run, "--to"), "Missing value for argument '--to'"),
         ((run, "--tee", "a"), "Unrecognized options: --tee"),
         ((run, "--to", tmp_path / "none" / "page.html"), "is no folder; make it, or choose another --to"),
@@ -142,7 +142,7 @@ def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, capsys) -> None:
 
 
 def test_runs_are_laid_one_over_the_other(tmp_path: Path, capsys) -> None:
-    """Any number, with or without manifests; what differs and which is best is told, and the status is 0."""
+    """Any number; what differs and which is best is told, and the status is 0."""
     runs = [
         recipe(whole_run(tmp_path / name, 12), f"[optim]\nlr = {lr}\n")
         for name, lr in (("a", 1.0), ("b", 2.0), ("c", 1.0))
@@ -158,23 +158,6 @@ def test_runs_are_laid_one_over_the_other(tmp_path: Path, capsys) -> None:
     assert [row[2] for row in data["comparison"]["rows"]] == ["1", "2", "1"]
     assert report(capsys, "--compare", tmp_path) == (0, text)
     assert report(capsys, "--compare", *runs, "--to", tmp_path)[0] == 2
-
-
-def test_manifests_of_two_are_told_and_decide_the_status_where_that_is_asked_for(tmp_path: Path, capsys) -> None:
-    runs = [whole_run(tmp_path / name, 12) for name in ("one", "other")]
-    for run, lr in zip(runs, (0.1, 0.2), strict=True):
-        rows = [{"step": step, "samples": "0", "weight": 1.0, "lr": lr, "num_samples": 8, "loss": 1.0, "grad_norm": 1.0}
-                for step in (1, 2)]  # fmt: skip
-        (run / "manifest.jsonl").write_text(lines(rows))
-    before = sorted(tmp_path.rglob("*"))
-    status, without = report(capsys, "--compare", "--same", *runs)
-    assert (status, len(without.splitlines())) == (1, 6)
-    assert sorted(tmp_path.rglob("*")) == before
-    status, text = report(capsys, "--compare", "--same", *runs, "--to", tmp_path / "both.html")
-    assert (status, text) == (1, f"{without}a page to look at: {tmp_path / 'both.html'}\n")
-    assert data_of(tmp_path / "both.html")["comparison"]["text"] == without.rstrip("\n")
-    status, text = report(capsys, "--compare", *runs)
-    assert (status, without in text) == (0, True)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, capsys, monkeypatch) -> None:

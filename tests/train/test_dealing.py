@@ -134,7 +134,7 @@ def quadratic(bench: Bench) -> dict[str, Any]:
     (bench.path / "own.py").write_text(QUADRATIC)
     own = bench.path / "own.py"
     values = {"loss__function": f"{own}:quadratic", "run__after_update": f"{own}:after_update", "eval__every": None}
-    return values | {"update__max_microbatch_tokens": "auto", "parallel__wrapper": "ddp", "run__manifest": "true"}
+    return values | {"update__max_microbatch_tokens": "auto", "parallel__wrapper": "ddp"}
 
 
 def write_texts_of(bench: Bench, number: int) -> None:
@@ -185,5 +185,5 @@ def test_a_run_is_dealt_by_the_fit_that_its_checkpoint_keeps(
     stated = quadratic | {"update__max_microbatch_tokens": 256}
     assert "dealt over ranks" not in bench.train(ranks=2, run__folder=by_length, **stated)
     assert lines_of(by_length, "cuts.jsonl", "cut") != lines_of(whole, "cuts.jsonl", "cut")
-    keys = ("step", "samples", "num_samples", "weight", "lr")
-    assert lines_of(by_length, "manifest.jsonl", *keys) == lines_of(whole, "manifest.jsonl", *keys)
+    keys = ("step", "num_samples", "num_tokens", "weight", "lr", "run_hash")
+    assert lines_of(by_length, "metrics.jsonl", *keys) == lines_of(whole, "metrics.jsonl", *keys)

@@ -80,6 +80,8 @@ MISTAKES = {  # command -> what it gets
     "plan --measure": "--measure has no value; write --measure VALUE",
     "plan --measure here.toml recipe.toml": "--measure measures this machine, and 'recipe.toml' is given too; leave",
     "plan --measure here.txt": "--measure is 'here.txt'; name a .toml file in a folder that is there",
+    "report --compare --same runs/done nothing": "--same is removed; compare run_hash, losses and norms in the rows",
+    "train recipe.toml --run.manifest=true": "unknown key run.manifest … run_hash in each row of metrics.jsonl",
     "plan --published": "--published is removed; run `python -m benchmarks.published` in the repository",
     "train recipe.toml --optim.weight_deca=1": "the nearest key is optim.weight_decay",
     "train recipe.toml --optimizer.lr=1": "unknown key optimizer.lr on the command line; the nearest key is optim.lr",

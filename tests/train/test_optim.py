@@ -190,7 +190,7 @@ def tensor_rate(groups: list[dict[str, Any]], *, lr: float, **options: Any) -> O
 
 @pytest.mark.slow
 def test_a_rate_that_is_a_tensor_is_written_as_a_number(bench: Bench) -> None:
-    bench.train(optim__function=f"{__name__}:tensor_rate", run__max_steps=3, run__manifest="true")
+    bench.train(optim__function=f"{__name__}:tensor_rate", run__max_steps=3)
     rates = [row["lr"] for row in bench.rows() if "lr" in row]
     assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2], rel=1e-6)
 

@@ -131,9 +131,6 @@ EXTRA_BUGS = (
     Bug("write metrics on every rank",
         {"context.folder, enabled=context.ranks.is_main, eval_every": "context.folder, enabled=True, eval_every"},
         of_trainer(TWO)),
-    Bug("hash no names of keys",
-        {"content.update(repr(key).encode() + pickle.dumps(value))": "content.update(pickle.dumps(value))"},
-        "elastic/test_manifest.py::test_a_hash_is_of_the_names_of_values_too"),
     # Files that are damaged: the full tier has whole runs on them
     Bug("believe a table of tokens", {'sha256_of_file(folder / TABLE) != sealed["table_sha256"]': "False"},
         unit("cache", "an_entry_that_is_damaged_is_made_again_and_that_is_said")),

@@ -13,7 +13,7 @@ from megabatch.train.context import EVENTS, Callback, RunContext
 from megabatch.train.model.optimizer import follow, rate_factor
 from megabatch.train.records.metrics import Metrics
 from megabatch.train.records.timing import LoadingCheck, Profiler, RankTiming, Timeline
-from megabatch.train.records.update_logs import Manifest, MicrobatchLog
+from megabatch.train.records.update_logs import MicrobatchLog
 from megabatch.train.runtime.plugins import blamed, load_function
 
 
@@ -48,8 +48,6 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
 
         made.append(NoiseScale(context))
     made.append(Metrics(context))
-    if config.run.manifest:
-        made.append(Manifest(context))
     made.append(MicrobatchLog(context))
     if ranks.layout.pp == 1 and not is_joint:  # where a step is there to be marked
         made.append(Timeline(context))

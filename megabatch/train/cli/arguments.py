@@ -107,10 +107,6 @@ class Report:
     """The run's folder; with --compare the folders of several, or a folder in which they are."""
     compare: FlagCreatePairsOff[bool] = False
     """Lay the runs' curves one over the other, print what differs and which is best."""
-    same: FlagCreatePairsOff[bool] = False
-    """With --compare and two runs of run.manifest: status 1 where updates, samples, weights, rates or losses differ."""
-    within: float = 1e-3
-    """With --same: the largest relative difference of losses and gradient norms."""
     to: Path | None = None
     """The file to write. None: report.html in the run's folder; of several runs, comparison.html beside them."""
 
@@ -155,9 +151,13 @@ REMOVED_COMMANDS = {  # command of the last version -> what to use instead
     "watch": "open report.html in the run's folder, which is written again while the run goes on and reloads itself",
     "doctor": "run `megabatch verify RECIPE`, under torchrun on all ranks, and `megabatch plan --measure FILE`",
 }
-REMOVED_OPTIONS = {  # option of the last version -> what to use instead
-    "step": "`megabatch verify RECIPE` compares gradients alone, and on several ranks under torchrun",
-    "published": "run `python -m benchmarks.published` in the repository",
+REMOVED_OPTIONS: dict[str, dict[str, str]] = {  # command -> option of the last version -> what to use instead
+    "verify": {"step": "`megabatch verify RECIPE` compares gradients alone, and on several ranks under torchrun"},
+    "plan": {"published": "run `python -m benchmarks.published` in the repository"},
+    "report": {
+        "same": "compare run_hash, losses and norms in the rows of metrics.jsonl",
+        "within": "compare run_hash, losses and norms in the rows of metrics.jsonl",
+    },
 }
 WITH_RECIPE = ("train", "plan", "verify")
 ALONE = ("init", "export", "report", "runs", "audit", "completion")  # in one process
@@ -185,8 +185,18 @@ def overview() -> str:
     return "\n".join(["usage: megabatch COMMAND ... (megabatch COMMAND --help)", "", *lines, ENDING])
 
 
+def check_removed(command: str, arguments: Sequence[str]) -> None:
+    """Raise for an option that the command had in the last version."""
+    removed = REMOVED_OPTIONS.get(command, {})
+    for word in arguments:
+        option = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and option in removed:
+            raise MegabatchError(f"--{option} is removed; {removed[option]}")
+
+
 def read_arguments(kind: type[Arguments], arguments: Sequence[str]) -> Arguments:
     """Return the arguments of a command without a recipe. Raises `MegabatchError` where they cannot be read."""
+    check_removed(kind.__name__.lower(), arguments)
     command, told = f"megabatch {kind.__name__.lower()}", io.StringIO()
     try:
         with redirect_stderr(told):

@@ -20,7 +20,6 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )
 from megabatch.train.runtime.console import (
-    CRASHED,
     FAILED,
     INTERRUPTED,
     UNREAD,
@@ -82,8 +81,7 @@ def answer(arguments: Sequence[str]) -> bool:
         from megabatch.train.report.page import report
 
         asked = read_arguments(Report, rest)
-        if not report(asked.runs, asked.to, is_comparison=asked.compare, within=asked.within if asked.same else None):
-            raise FailedError(CRASHED)
+        report(asked.runs, asked.to, is_comparison=asked.compare)
     elif name == "runs":
         from megabatch.train.report.runs import print_runs
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_named
-from megabatch.train.cli.arguments import COMMANDS, REMOVED_OPTIONS, options_of
+from megabatch.train.cli.arguments import COMMANDS, check_removed, options_of
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.config.keys import FOREIGN_KEYS, nearest
 from megabatch.train.config.recipe import load_config, split_options
@@ -21,7 +21,7 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     Raises `MegabatchError` for wrong keys, types and paths. `plan` looks at no data, and at no folder of a run.
     ``is_new``: look whether `train` may begin a run in its folder.
     """
-    check_removed(arguments)
+    check_removed(name, arguments)
     if not arguments or arguments[0].startswith("-"):
         raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipe.toml")
     recipe = Path(arguments[0])
@@ -53,14 +53,6 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
             f"run.init_from is {start!r}, which holds no checkpoint{near(Path(start))}; name the folder of a run"
         )
     return config
-
-
-def check_removed(arguments: Sequence[str]) -> None:
-    """Raise for an option that an earlier version had."""
-    for word in arguments:
-        option = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and option in REMOVED_OPTIONS:
-            raise MegabatchError(f"--{option} is removed; {REMOVED_OPTIONS[option]}")
 
 
 def check_options(name: str, overrides: Sequence[str]) -> None:

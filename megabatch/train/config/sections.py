@@ -318,8 +318,6 @@ class RunConfig(Section):
     verbose: bool = False
     """Print the whole plan and a line for each update. false: a short plan; a bar on a terminal, elsewhere up to 100
     lines of updates."""
-    manifest: bool = False
-    """Write manifest.jsonl, a line an update of what it was made of and came to, for `report --compare --same`."""
     profile_steps: list[Count] = []
     """Updates of which a profiler's trace is written."""
     callbacks: list[Function] = []

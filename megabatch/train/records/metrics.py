@@ -1,5 +1,6 @@
 """metrics.jsonl: a row for each update and for each evaluation of a set, which loggers and the console get too."""
 
+import hashlib
 import json
 import math
 import resource
@@ -16,6 +17,7 @@ from megabatch.train.context import Callback, RunContext
 from megabatch.train.records.loggers import Logger, make_loggers
 from megabatch.train.runtime.console import utc_now
 from megabatch.train.runtime.files import METRICS, JsonlFile, Row, is_evaluation
+from megabatch.train.runtime.plugins import load_file, load_module
 from megabatch.train.runtime.ranks import Ranks
 
 
@@ -30,7 +32,7 @@ class Metrics(Callback):
         )
         context.logs.append(self._file)
         context.exits.push(self._close)
-        self._dp_degree, self._lr = context.ranks.dp_degree, 0.0
+        self._dp_degree, self._lr, self._hash = context.ranks.dp_degree, 0.0, run_hash(context)
         self._began = time.perf_counter()  # or as much earlier as earlier starts have trained
 
     def start(self, context: RunContext) -> None:
@@ -61,7 +63,7 @@ class Metrics(Callback):
 
     def after_evaluation(self, context: RunContext) -> None:
         """Add the row of a set."""
-        context.row |= self._times(time.perf_counter())
+        context.row |= self._stamp(time.perf_counter())
         self._file.append(context.row)
         self._file.write()
         context.console.evaluation(context.step, context.row)
@@ -74,17 +76,37 @@ class Metrics(Callback):
         row = update_row(update, context.values, sums, now - context.started, counts_tokens=self._counts_tokens)
         epoch = {} if context.epoch is None else {"epoch": context.epoch}
         memory = {"memory_gib": memory_gib(context.ranks.device)}
-        return {"step": context.learner.step, "lr": self._lr, **row, **epoch, **memory, **self._times(now)}
+        return {"step": context.learner.step, "lr": self._lr, **row, **epoch, **memory, **self._stamp(now)}
 
-    def _times(self, now: float) -> Row:
-        """Return the date, and the seconds in which the run has trained, evaluated and saved since its first start."""
-        return {"time": utc_now(), "seconds": round(now - self._began, 3)}
+    def _stamp(self, now: float) -> Row:
+        """Return date, seconds of training, evaluating and saving since the run's first start, and the run's hash."""
+        return {"time": utc_now(), "seconds": round(now - self._began, 3), "run_hash": self._hash}
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let loggers finish, unless the run fails: they may wait for a service."""
         self._file.write()
         for logger in self._loggers if kind is None else ():
             logger.close()
+
+
+def run_hash(context: RunContext) -> str:
+    """Return one hash of what a run is made of: versions, the source of the recipe's functions, settings, model, data.
+
+    Folders, and the number and the layout of ranks, do not count.
+    """
+    parts = {key: value for key, value in context.identity.items() if key != "recipe"}
+    named = (section.function for section in (context.config.model, context.config.data, context.config.loss))
+    sources = [source_of(name) for name in (*named, context.config.optim.function) if name is not None]
+    content = json.dumps([parts, sources], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def source_of(name: str) -> str:
+    """Return the source of the file in which the recipe's function ``name`` is; "" for one without a file."""
+    place = name.rpartition(":")[0]
+    module = load_file(Path(place)) if place.endswith(".py") else load_module(place)
+    path = getattr(module, "__file__", None)
+    return "" if path is None else Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def without_nan(row: Mapping[str, Any]) -> Row:

@@ -6,42 +6,31 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.train.report.comparison import WITHIN, compare
 from megabatch.train.report.data import Story, names_of, read_curves, read_run
 from megabatch.train.report.encode import MOST_UPDATES
 from megabatch.train.report.html import FILE_NAME, write_html
 from megabatch.train.report.runs import RunSummary, comparison_of, find_runs, runs_text, summarize
 from megabatch.train.runtime.console import Console, print_line
-from megabatch.train.runtime.files import MANIFEST
 
 COMPARISON = "comparison.html"
 RUNNING = "running"
 MOST_LIVE_UPDATES = 4_000  # drawn while a run goes on
 SECONDS_BETWEEN_PAGES = 10.0  # of a run that goes on, at least
-USAGE = "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN ... (two of them with --same)"
+USAGE = "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN ..."
 
 
-def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within: float | None = None) -> bool:
+def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool) -> None:
     """Write the page of a run, or of several beside each other, and print where it is.
 
     Args:
         runs: The folder of a run; to compare, folders of runs, or folders in which runs are.
         to: The file to write. None: report.html in the run's folder; of several runs, comparison.html beside them.
         is_comparison: Compare the runs.
-        within: Compare the manifests of two runs, whose losses may differ by so much, relative. A page is written to
-            ``to`` alone.
-
-    Returns:
-        False where ``within`` is given and the manifests differ.
 
     Raises:
         MegabatchError: There is no such run. Nothing is written.
     """
-    if (
-        not runs
-        or (len(runs) > 1 and not is_comparison)
-        or (within is not None and not (is_comparison and len(runs) == 2))
-    ):
+    if not runs or (len(runs) > 1 and not is_comparison):
         raise MegabatchError(USAGE)
     if not is_comparison:
         story = read_run(runs[0])
@@ -50,33 +39,15 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within
         to = runs[0] / FILE_NAME if to is None else to
         write_html(to, data)
         print_line(f"a page to look at: {to}")
-        return True
-    if within is not None:
-        manifests, folders = compare(runs[0], runs[1], within), list(runs)
-        text, is_same, lines = manifests.text, manifests.is_same, [manifests.text]
-    else:
-        folders = folders_of(runs)
-        are_together = len({folder.absolute().parent for folder in folders}) == 1
-        to = (folders[0].parent if are_together else Path()) / COMPARISON if to is None else to
-        text, is_same = manifests_text(folders), True
-        lines = [runs_text(summaries_of(folders)), *([text] if text else [])]
-    if to is not None:
-        summaries, most_updates = summaries_of(folders), MOST_UPDATES // len(folders)
-        curves = [read_curves(folder, each.name, most_updates) for folder, each in zip(folders, summaries, strict=True)]
-        write_html(to, {"runs": curves, "comparison": {**comparison_of(summaries), "text": text}})
-        lines.append(f"a page to look at: {to}")
-    print_line("\n".join(lines))
-    return is_same
-
-
-def manifests_text(folders: Sequence[Path]) -> str:
-    """Return the manifests of two runs compared; "" for more runs, and for runs without."""
-    if len(folders) != 2 or not all((folder / MANIFEST).is_file() for folder in folders):
-        return ""
-    try:
-        return compare(folders[0], folders[1], WITHIN).text
-    except MegabatchError as error:
-        return f"the manifests are not compared: {error}"
+        return
+    folders = folders_of(runs)
+    are_together = len({folder.absolute().parent for folder in folders}) == 1
+    to = (folders[0].parent if are_together else Path()) / COMPARISON if to is None else to
+    summaries, most_updates = summaries_of(folders), MOST_UPDATES // len(folders)
+    pairs = zip(folders, summaries, strict=True)
+    curves = [read_curves(folder, summary.name, most_updates) for folder, summary in pairs]
+    write_html(to, {"runs": curves, "comparison": comparison_of(summaries)})
+    print_line(f"{runs_text(summaries)}\na page to look at: {to}")
 
 
 def folders_of(runs: Sequence[Path]) -> list[Path]:

@@ -21,8 +21,7 @@ from megabatch.errors import MegabatchError, in_one_line
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
-SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
-SAME, CLOSE = ("samples", "weight", "lr"), ("loss", "grad_norm")  # of a manifest: equal in the same run; up to rounding
+SKIPPED = "skipped.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
 CONDITIONS = ("threads", "devices", "cpu_capability", "torch", "torch_build", "cuda")  # of a microbatch's bits
 DIGEST = "sha256"  # key of a sealed table: the digest of everything else in it

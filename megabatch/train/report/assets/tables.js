@@ -74,12 +74,12 @@ function planOf(run) {
 }
 
 // Several runs in a table, the best marked, and below it what else is to be known.
-function comparisonOf({ head, rows, best, notes, text }) {
+function comparisonOf({ head, rows, best, notes }) {
   const classOf = (name) => (name.startsWith(">") ? null : "words");
   const table = element("table", {}, element("thead", {}, element("tr", {}, element("th", {}), ...head.map((name) => element("th", { scope: "col", class: classOf(name) }, name.replace(">", ""))))),
     element("tbody", {}, ...rows.map((row, place) => element("tr", { class: place === best ? "best" : null }, keyCell(place), ...row.map((cell, column) => element("td", { class: column ? classOf(head[column]) : "name" }, cell))))));
   return [element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "the runs" }, table),
-    ...notes.map((line) => element("p", {}, line)), ...(text ? [element("pre", { tabindex: "0" }, text)] : [])];
+    ...notes.map((line) => element("p", {}, line))];
 }
 
 // The color of a run's curves.
