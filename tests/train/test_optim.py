@@ -288,6 +288,13 @@ def test_low_bits_serve_muon_and_adamw() -> None:
         assert torch.equal(optimizers[0].master_weight(parameter), expected)
 
 
+@pytest.mark.usefixtures("group_of_one")
+def test_low_bits_of_muon_are_refused_on_shards() -> None:
+    model = lay(Tiny(torch.bfloat16), "fsdp2")
+    with pytest.raises(PlanError, match="Muon cannot keep low bits of shards: Muon steps whole matrices; use DDP"):
+        LowBits(torch.optim.Muon([model.head.weight]))
+
+
 def test_muon_with_the_same_bits_on_a_cpu_does_not_fuse_adamw() -> None:
     config = config_of(name="Muon")
     same = config.model_copy(update={"update": config.update.model_copy(update={"same_bits": True})})
