@@ -16,7 +16,7 @@ from tests.trace import Trace, trace
 from tests.train.conftest import Bench
 from tests.train.contexts import ALONE
 
-MOST_FILES, MOST_DEPTH = 6, 14
+MOST_FILES, MOST_DEPTH = 7, 14
 
 
 class TraceUpdates(Callback):
