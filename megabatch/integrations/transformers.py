@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
@@ -30,6 +31,7 @@ from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
 from megabatch.losses.contract import LossFunction, LossHooks, loss, loss_hooks, terms_of, weigh_of
 from megabatch.losses.mean import mean
 from megabatch.losses.ready_made import HALF_TYPES
+from megabatch.planning.dealing import deal
 
 require_version("transformers")
 try:
@@ -581,8 +583,23 @@ class MegabatchTrainer(Trainer):
         seed = args.seed if args.data_seed is None else args.data_seed
         return RankBatchSampler(
             sampler, self._train_batch_size, rank=args.process_index, world=args.world_size,
-            drop_last=args.dataloader_drop_last, seed=seed,
+            drop_last=args.dataloader_drop_last, seed=seed, deal=self._dealer(),
+            num_batches=args.gradient_accumulation_steps,
         )  # fmt: skip
+
+    def _dealer(self) -> "Callable[[list[int]], np.ndarray] | None":
+        """Return a function that deals an update by length. None where no length is known without reading samples."""
+        args, dataset, tokens = self.args, cast(Any, self.train_dataset), self._max_microbatch_tokens
+        if args.world_size == 1 or isinstance(tokens, str):  # "auto" is measured after the first update is dealt
+            return None
+        if args.length_column_name in (getattr(dataset, "column_names", None) or ()):
+            lengths = np.asarray(dataset[args.length_column_name], dtype=np.int64)
+        elif isinstance(dataset, list):
+            lengths = np.asarray(list(map(self._length, dataset)), dtype=np.int64)
+        else:
+            return None
+        rows = args.per_device_train_batch_size if tokens is None else None
+        return lambda ids: deal(lengths[ids], args.world_size, max_rows=rows, max_tokens=tokens)
 
     @property
     def _input_name(self) -> str:
@@ -714,16 +731,20 @@ class RankBatchSampler(Sampler[list[int]]):
         world: Number of processes.
         drop_last: Leave out a last batch that is not full.
         seed: Seeds, together with the epoch, a sampler that has a generator.
+        deal: Returns the rank of each sample of an update. None deals them in turns.
+        num_batches: Batches of an update, over which a rank's share is spread.
 
     Raises:
         PlanError: The order of the sampler may differ from rank to rank.
     """
 
     def __init__(
-        self, sampler: Sampler[int], batch_size: int, *, rank: int, world: int, drop_last: bool, seed: int
-    ) -> None:
+        self, sampler: Sampler[int], batch_size: int, *, rank: int, world: int, drop_last: bool, seed: int,
+        deal: Callable[[list[int]], np.ndarray] | None = None, num_batches: int = 1,
+    ) -> None:  # fmt: skip
         self.sampler = sampler
         self._size = batch_size * world
+        self._deal, self._num_batches = deal, num_batches
         self._rank, self._world, self._drop_last, self._seed = rank, world, drop_last, seed
         known = isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch") or hasattr(sampler, "generator")
         if isinstance(sampler, DistributedSampler) or (world > 1 and not known):
@@ -742,14 +763,22 @@ class RankBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if hasattr(self.sampler, "generator"):  # as Accelerate seeds it
             cast(Any, self.sampler).generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        batch: list[int] = []
-        for sample in self.sampler:
-            batch.append(sample)
-            if len(batch) == self._size:
-                yield batch[self._rank :: self._world]
-                batch = []
-        if batch and not self._drop_last:
-            yield batch[self._rank :: self._world]
+        ids = iter(self.sampler)
+        while update := list(islice(ids, self._size * self._num_batches)):
+            if self._drop_last:
+                update = update[: len(update) // self._size * self._size]
+            yield from self._share(update)
+
+    def _share(self, update: list[int]) -> Iterator[list[int]]:
+        """Yield this rank's batches of an update."""
+        starts = range(0, len(update), self._size)
+        if self._deal is None:
+            for start in starts:
+                yield update[start : start + self._size][self._rank :: self._world]
+            return
+        share = np.asarray(update, dtype=np.int64)[self._deal(update) == self._rank]
+        for batch in np.array_split(share, len(starts)) if starts else ():
+            yield batch.tolist()
 
     def __len__(self) -> int:
         whole, rest = divmod(len(cast(Sized, self.sampler)), self._size)

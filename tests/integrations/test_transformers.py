@@ -1,10 +1,14 @@
 """MegabatchTrainer's every update is what plain torch gives for the same samples, alone and on two ranks."""
 
+from itertools import chain
+
+import numpy as np
 import pytest
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from megabatch import PlanError
 from megabatch.integrations.transformers import RankBatchSampler
+from megabatch.planning.dealing import deal
 from tests.exact.launch import of_ranks
 
 WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
@@ -89,6 +93,41 @@ def test_every_sample_is_dealt_once_and_ranks_have_equally_many_batches(num_rank
         assert {len(each) for each in batches} == {len(rank) for rank in ranks} == {len(batches[0])}
         taken = sorted(sample for rank in batches for batch in rank for sample in batch)
         assert len(taken) == len(set(taken)) == (11 // (2 * num_ranks) * 2 * num_ranks if drop_last else 11)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_update_whose_lengths_are_known_is_dealt_by_length(num_ranks, drop_last):
+    """The samples of each update are those that are dealt in turns, and ranks have less padding."""
+    lengths = np.random.default_rng(0).integers(5, 100, 101)
+    settings = {"drop_last": drop_last, "num_batches": 4}
+    in_turns = shares_of(dealt(lambda: RandomSampler(lengths), num_ranks, **settings))
+    settings["deal"] = lambda ids: deal(lengths[ids], num_ranks, max_rows=2)
+    by_length = shares_of(dealt(lambda: RandomSampler(lengths), num_ranks, **settings))
+    assert [samples_of(update) for update in by_length] == [samples_of(update) for update in in_turns]
+    assert padding_of(by_length, lengths) < 0.8 * padding_of(in_turns, lengths)
+
+
+def shares_of(samplers):
+    """The samples of each rank by update, which has four batches."""
+    ranks = [list(sampler) for sampler in samplers]
+    assert len({len(batches) for batches in ranks}) == 1
+    starts = range(0, len(ranks[0]), 4)
+    return [[list(chain(*batches[start : start + 4])) for batches in ranks] for start in starts]
+
+
+def samples_of(update):
+    return sorted(chain(*update))
+
+
+def padding_of(updates, lengths):
+    """Padded tokens without a sample, two samples in a microbatch."""
+    tokens = 0
+    for share in chain(*updates):
+        falling = sorted(lengths[share].tolist(), reverse=True)
+        for start in range(0, len(falling), 2):
+            tokens += sum(falling[start] - length for length in falling[start : start + 2])
+    return tokens
 
 
 def test_an_order_follows_from_seed_and_epoch():
