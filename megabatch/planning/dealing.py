@@ -172,7 +172,10 @@ class _Dealer:
         more = 1 if counts_samples or self._num_samples > FEW_SAMPLES else MORE_ROUNDS
         rounds = range(fewest, min(fewest + more, max(fewest + 1, self._num_samples)))
         most = fewest if counts_samples else None
-        return [self._deal(self._equal_groups(number * self._num_ranks), most) for number in rounds]
+        answers: list[np.ndarray] = []
+        for number in rounds:
+            answers += self._deal(self._equal_groups(number * self._num_ranks), most)
+        return answers
 
     def deal_samples(self) -> np.ndarray:
         """Deal single samples by cost. Each rank then cuts its own."""
@@ -257,8 +260,11 @@ class _Dealer:
         ranks = list(range(self._num_ranks))
         return [*ranks, *reversed(ranks)]
 
-    def _deal(self, groups: _Groups, most: int | None) -> np.ndarray:
-        """Deal groups, at most so many to a rank: the costliest first. Ranks of other speeds take turns."""
+    def _deal(self, groups: _Groups, most: int | None) -> list[np.ndarray]:
+        """Deal groups, at most so many to a rank: the costliest first. Ranks of other speeds take turns.
+
+        Where a rank has few samples, there is a second answer without those that others lend it.
+        """
         if self._is_even:
             rank_of = _deal_by_cost(groups.prices, self._num_ranks, most)
         else:
@@ -267,7 +273,29 @@ class _Dealer:
         sizes = np.diff([*groups.starts, self._num_samples])
         ranks = np.empty(self._num_samples, dtype=np.int64)
         ranks[self._order] = np.repeat(rank_of, sizes)
-        return ranks
+        # A rank may cut its groups again into smaller ones.
+        lent = self._lend_shortest(ranks, 2 * int(np.bincount(rank_of).max()))
+        return [ranks] if lent is None else [lent, ranks]
+
+    def _lend_shortest(self, ranks: np.ndarray, num_samples: int) -> np.ndarray | None:
+        """Return a deal in which each rank has so many samples, which would run dummies otherwise.
+
+        Ranks get the shortest samples of others. None if all have enough.
+        """
+        sizes = np.bincount(ranks, minlength=self._num_ranks)
+        if sizes.min() >= num_samples:
+            return None
+        borrowers = np.repeat(np.arange(self._num_ranks), np.maximum(num_samples - sizes, 0))
+        rising = self._order[::-1]
+        by_rank = rising[np.argsort(ranks[rising], kind="stable")]
+        first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        place = np.arange(self._num_samples) - first  # in its rank, the shortest first
+        is_spare = np.zeros(self._num_samples, dtype=np.bool_)
+        is_spare[by_rank] = place < np.repeat(sizes - num_samples, sizes)
+        lent = rising[is_spare[rising]][: len(borrowers)]
+        dealt = ranks.copy()
+        dealt[lent] = borrowers[: len(lent)]
+        return dealt
 
 
 def _deal_by_cost(prices: Sequence[float], num_ranks: int, most: int | None) -> list[int]:

@@ -85,6 +85,15 @@ def test_single_samples_are_dealt_where_that_is_cheaper() -> None:
     assert len(lengths) <= FEW_SAMPLES
 
 
+def test_a_rank_with_one_long_sample_gets_short_ones_for_its_other_microbatches() -> None:
+    """Without them it would run the long sample again, as a dummy."""
+    lengths = np.array([CAP] * 10 + [10] * (FEW_SAMPLES + 1))
+    ranks = deal(lengths, 16, max_tokens=CAP)
+    seconds = seconds_of_ranks(lengths, ranks, 16)
+    assert np.bincount(ranks[:10], minlength=16).max() == 1
+    assert max(seconds) <= 1.5 * PRICE.seconds(1, CAP)
+
+
 def test_a_slow_rank_is_dealt_less() -> None:
     lengths = LENGTHS["log-normal"](256)
     ranks = deal(lengths, 4, max_tokens=CAP, speeds=[1.0, 1.0, 0.5, 1.0])
