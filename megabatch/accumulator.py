@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import engine
+from megabatch.batching.inside_samples import InsideSamples
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding
 from megabatch.batching.sample_outputs import split_outputs
@@ -123,7 +124,8 @@ class GradientAccumulator:
             last backward. "gather_once:12" does so with 12 groups of parameters, the modules that ``fully_shard`` got:
             the root's and those after it. The others are gathered as under "auto".
         collate: Makes a microbatch of a list of samples. The default pads on the right. `OneRow` does not pad.
-            `SharedPrefix` computes the tokens that samples begin with in common once.
+            `SharedPrefix` computes the tokens that samples begin with in common once. `InsideSamples` cuts samples that
+            are longer than ``max_microbatch_tokens``.
         padding: Padding values of the default collate, ``{key: value}``. They override the choices of `Padding`.
         length: Returns the number of tokens of a sample. The default is the size of dim 0 of its first tensor.
         accumulate_dtype: The dtype in which gradients are added, such as torch.float32 for bfloat16 parameters.
@@ -180,6 +182,10 @@ class GradientAccumulator:
             accumulate_dtype = exact.check_settings(self._wrapper, limits, collate, accumulate_dtype, same_bits)
             new_planner, self._new_update = exact.SameBitsPlanner, exact.SameBitsUpdate
             new_gradients = ExactGradients
+        if cuts_samples := isinstance(collate, InsideSamples):
+            from megabatch.engine.chunk_planner import ChunkPlanner
+
+            new_planner, collate = ChunkPlanner, None
         if self._wrapper.is_pipeline:
             from megabatch.pipeline.schedule_steps import SchedulePlanner
 
@@ -209,6 +215,12 @@ class GradientAccumulator:
         self._error_broadcast = None if ranks.is_alone else ErrorBroadcast(ranks, self._wrapper.device)
         if self._error_broadcast is not None:
             ranks.position.accumulator = self._error_broadcast.number
+        if cuts_samples:
+            from megabatch.engine.chunk_planner import check_settings
+
+            others = {"same_bits": same_bits, "shapes": shapes, "cost": measures_cost}
+            with self._guarded():
+                check_settings(self._wrapper, limits[1], others)
         self._is_packed = isinstance(collate, OneRow)
         self._sharing = collate if isinstance(collate, SharedPrefix) else None
         if isinstance(collate, OneRow | SharedPrefix):
@@ -525,10 +537,9 @@ class GradientAccumulator:
             LossContractError: A loss that breaks its contract.
             MegabatchError: A call inside another one, or an update that was lost or changed by other code.
         """
-        chooses_shapes = self._shapes is not None and not self._shapes.is_settled
         if not (self._running or self._is_lost or self._loop):  # else `_open_call` raises
             self._limit.before_call(self, batch, loss_fn)
-            if chooses_shapes:  # by the limit
+            if self._shapes is not None and not self._shapes.is_settled:  # by the limit
                 self.tune(batch, loss_fn)
                 with self._guarded():
                     self._planner = self._shapes.fitted(self._planner, batch, loss_fn)
@@ -544,10 +555,14 @@ class GradientAccumulator:
         """Run the microbatches of a call one after another. Return this rank's sums."""
         sums: dict[str, Term] = {}
         call.opened.count_call(call.agreement)
-        with contextlib.closing(iterate_steps(call.prepared, call.agreement, call.hooks.weigh, self._wrapper)) as steps:
+        prepared, wrapper = call.prepared, self._wrapper
+        with (
+            contextlib.closing(iterate_steps(prepared, call.agreement, call.hooks.weigh, wrapper)) as own_steps,
+            contextlib.closing(self._planner.surround_steps(own_steps, prepared, call.loss_fn, wrapper)) as steps,
+        ):
             # The first call of a loss also checks it, so that its time is not that of a microbatch.
             meter = None if call.is_new else self._meter
-            for step in steps if meter is None else meter.time_steps(steps, call.prepared):
+            for step in steps if meter is None else meter.time_steps(steps, prepared):
                 for part in self._run_step(step, call.loss_fn, call):
                     add_terms(sums, part)
                 del step  # with its microbatch, before the next is made

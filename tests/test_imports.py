@@ -21,7 +21,7 @@ CHAPTERS = [  # a chapter imports only chapters above it
     "autotune", "accumulator", "learner", "verification", "experts", "simulate", "integrations",
 ]  # fmt: skip
 # Files of a chapter; of any other 9 at most.
-LARGE = {"engine": 13, "simulate": 10, "integrations": 11, "verification": 12}
+LARGE = {"batching": 10, "engine": 13, "simulate": 10, "integrations": 11, "verification": 12}
 WITHOUT_TORCH = ("errors", "planning.partition", "planning.plan", "planning.limits")
 OUTSIDE = {"environ", "getenv", "putenv", "open", "read_text", "read_bytes", "write_text", "write_bytes"}
 READS_FILES = {"autotune.memory"}  # what the kernel says of a process

@@ -157,6 +157,7 @@ class Samples:
                 "elsewhere"
             )
         self.lengths: list[int] = lengths
+        self.num_samples = len(lengths)
         may_be_images = length is None and self.deferred is None and len(set(lengths)) == 1
         # Real tokens, without padding; samples where none has a length.
         self.num_tokens = len(lengths) if may_be_images and self._are_images() else sum(lengths)

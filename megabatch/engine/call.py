@@ -184,6 +184,16 @@ class MicrobatchPlanner:
     def check_call(self, wrapper: Wrapper, plan: Plan, loss_fn: object) -> None:
         """Raise `PlanError` on all ranks for a call that this planner is not for. May be collective."""
 
+    def surround_steps(
+        self,
+        steps: "Generator[MicrobatchStep]",
+        prepared: PreparedBatch,
+        loss_fn: Callable[..., object],
+        wrapper: Wrapper,
+    ) -> "Generator[MicrobatchStep]":
+        """Return the steps of a call, with what runs before and after each."""
+        return steps
+
     def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
         """Return a planner whose microbatches also respect ``bound``."""
         if bound is None:
@@ -460,7 +470,7 @@ def agree_on_call(
     assert prepared is not None  # else its failure was raised
     num_microbatches, samples = len(prepared.plan.microbatches), prepared.samples
     if ranks.is_alone:
-        num_samples, weights = len(samples.lengths), prepared.weight_sums
+        num_samples, weights = samples.num_samples, prepared.weight_sums
         return CallAgreement(num_microbatches, num_samples, samples.num_tokens, weights, dummy=None)
     _check_same_samples(ranks, reports)
     keys = {each.keys_hash for each in reports} - {0.0}
@@ -549,7 +559,7 @@ def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool, is_outg
         failed=0.0,
         is_outgrown=float(is_outgrown),
         num_microbatches=float(len(prepared.plan.microbatches)),
-        num_samples=float(len(samples.lengths)),
+        num_samples=float(samples.num_samples),
         num_tokens=float(samples.num_tokens),
         has_sample=float(has_sample),
         names_hash=float(zlib.crc32("\n".join(sums).encode()) if sums else 0),

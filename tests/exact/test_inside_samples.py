@@ -1,0 +1,397 @@
+"""Samples longer than a microbatch run in chunks: the gradient is that of uncut samples, or the model is refused."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses
+from megabatch.batching import Deferred, InsideSamples, inside_samples
+from megabatch.verification.float64_copy import Float64WithoutDropout
+from tests.exact.launch import of_ranks
+
+Sample = dict[str, Tensor]
+BOUND = 1e-12
+LENGTHS = (9, 60, 20, 33, 32, 41)  # one is exactly at the limit of 32, one is one token longer
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "bos_token_id": None,
+        "eos_token_id": None}  # fmt: skip
+EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+          "n_routed_experts": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+          "num_key_value_heads": 2}  # fmt: skip
+WINDOW = {"sliding_window": 12}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES, "qwen3": SIZES, "gpt2": GPT2, "gpt_neox": SIZES, "phi": SIZES, "olmo2": SIZES, "granite": SIZES,
+    "mistral": SIZES | WINDOW, "gemma2": SIZES | WINDOW, "gemma3_text": SIZES | BOTH, "cohere2": SIZES | BOTH,
+    "qwen2": SIZES | WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    "mixtral": SIZES | EXPERTS, "qwen3_moe": SIZES | EXPERTS, "gpt_oss": SIZES | EXPERTS | WINDOW,
+    "deepseek_v3": {name: value for name, value in SIZES.items() if name != "head_dim"} | EXPERTS | LATENT,
+    "llama4_text": SIZES | EXPERTS | {
+        "attention_chunk_size": 12, "intermediate_size_mlp": 24, "floor_scale": 12,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    "gpt_neo": {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "window_size": 12,
+                "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128},
+}  # fmt: skip
+REFUSED = {
+    "mamba": {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2},
+    "bamba": SIZES | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "lfm2": SIZES | {"layer_types": ["conv", "full_attention"]},
+    "bert": SIZES,  # of which earlier tokens read later ones
+    "xlnet": {"vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
+}
+JOBS = [f"{wrapper}:{world}:{case}" for wrapper, world in (("plain", 2), ("ddp", 2), ("ddp", 3))
+        for case in ("uneven", "opened", "calls")]  # fmt: skip
+
+
+def tiny(kind: str = "llama", **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(FAMILIES | REFUSED)[kind] | more)
+    return AutoModelForCausalLM.from_config(config).double().train()
+
+
+def texts(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
+    """Texts of which each fifth token, and a stretch longer than a chunk, has no target."""
+    generator = torch.Generator().manual_seed(1)
+    samples: list[Sample] = []
+    for length in lengths:
+        ids = torch.randint(1, 60, (length,), generator=generator)
+        labels = torch.where(torch.arange(length) % 5 == 0, -100, ids)
+        labels[20:45] = -100
+        samples.append({"input_ids": ids, "labels": labels})
+    return samples
+
+
+def uncut(model: nn.Module, samples: list[Sample]) -> list[Tensor]:
+    """The gradient of all samples in plain torch, each by itself."""
+    model = copy.deepcopy(model)
+    num_targets = sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)
+    for sample in samples:
+        logits = model(input_ids=sample["input_ids"][None], use_cache=False).logits[0, :-1]
+        total = F.cross_entropy(logits, sample["labels"][1:], ignore_index=-100, reduction="sum")
+        (total / num_targets).backward()
+    return gradients(model)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    parameters = model.parameters()
+    return [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest relative error of a parameter. One whose gradient is rounding alone counts by the largest of all."""
+    floor = max(float(gradient.norm()) for gradient in expected) * 1e-6
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).norm()) / max(float(b.norm()), floor) for a, b in pairs)
+
+
+def accumulator(model: nn.Module, limit: int = 8, **options: Any) -> GradientAccumulator:
+    return GradientAccumulator(model, max_microbatch_tokens=limit, collate=InsideSamples(), **options)
+
+
+def run(model: nn.Module, samples: Any, loss_fn: Any = losses.next_token, limit: int = 8) -> list[Tensor]:
+    gradient = accumulator(model, limit)
+    gradient.forward_backward(samples, loss_fn)
+    gradient.finalize()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_gradient_is_that_of_uncut_samples(kind: str) -> None:
+    with Float64WithoutDropout():
+        model = tiny(kind)
+        expected = uncut(model, texts())
+        for limit in (8, 32):
+            model.zero_grad()
+            assert error(run(model, texts(), limit=limit), expected) < BOUND, limit
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_keeps_more_than_keys_and_values_is_refused(kind: str) -> None:
+    with pytest.raises(PlanError, match="InsideSamples is given and") as raised:
+        accumulator(tiny(kind))
+    assert "\n" not in str(raised.value)
+
+
+def test_counts_are_those_of_samples_and_a_plan_runs_again() -> None:
+    model = tiny()
+    gradient = accumulator(model)
+    gradient.forward_backward(texts(), losses.next_token)
+    update = gradient.finalize()
+    assert (update.num_samples, update.num_tokens) == (len(LENGTHS), sum(LENGTHS))
+    first, plan = gradients(model), gradient.last_plan
+    assert plan is not None
+    assert max(plan.microbatch_tokens) <= 8
+    gradient.forward_backward(texts(), losses.next_token, plan=plan)
+    gradient.finalize()
+    assert all(map(torch.equal, gradients(model), first))
+
+
+def test_samples_of_the_limit_are_not_cut_and_no_forward_is_added() -> None:
+    model = tiny()
+    forwards: list[int] = []
+    gradient = accumulator(model, 32)
+    model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    gradient.forward_backward(texts((32, 5)), losses.next_token)
+    assert gradient.last_plan is not None
+    assert gradient.last_plan.num_microbatches == 2
+    num_forwards = len(forwards)
+    gradient.forward_backward(texts((32, 5)), losses.next_token)
+    assert len(forwards) - num_forwards == 2
+
+
+def test_the_second_forward_draws_what_the_first_drew() -> None:
+    model = tiny("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.0)
+    totals: dict[bool, list[Tensor]] = {False: [], True: []}
+
+    @loss(weigh=losses.ready_made.count_targets)
+    def noted(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+        term = losses.next_token(model, microbatch)
+        totals[torch.is_grad_enabled()].append(term.total.detach())
+        return term
+
+    gradient = accumulator(model)
+    gradient.forward_backward(texts((40,)), noted)  # the first call of a loss runs it twice
+    for drawn in totals.values():
+        drawn.clear()
+    gradient.forward_backward(texts((40,)), noted)
+    assert len(totals[False]) == 5
+    assert [float(total) for total in totals[False]] == [float(total) for total in totals[True][:0:-1]]
+    assert len({float(total) for total in totals[False]}) > 3  # two have no target
+
+
+def test_rows_of_a_mapping_positions_masks_and_frozen_layers() -> None:
+    model = tiny()
+    model.model.layers[0].requires_grad_(False)
+    samples = texts((40, 40))
+    rows = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    rows |= {"position_ids": torch.arange(40).expand(2, 40), "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    expected = uncut(model, samples)
+    assert error(run(model, rows), expected) < BOUND
+
+
+def test_bfloat16_is_as_near_as_the_uncut_sample() -> None:
+    exact = tiny()
+    expected = uncut(exact, texts())
+    model = copy.deepcopy(exact).bfloat16()
+    whole = uncut(model, texts())
+    pieces = run(model, texts())
+    doubles = [gradient.double() for gradient in pieces]
+    assert error(doubles, expected) <= 2 * error([gradient.double() for gradient in whole], expected)
+
+
+# Losses and batches that are refused, each in one line.
+
+
+def weighing(function: Any) -> Any:
+    return loss(weigh=losses.ready_made.count_targets)(function)
+
+
+def unshifted(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    logits, labels = model(microbatch["input_ids"]).logits, microbatch["labels"]
+    return F.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum"), (labels != -100).sum()
+
+
+def called_twice(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    first, weight = losses.next_token(model, microbatch)
+    return (first + losses.next_token(model, microbatch).total) / 2, weight
+
+
+def without_graph(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    total, weight = losses.next_token(model, microbatch)
+    return (total if int(weight) else total.detach().requires_grad_()), weight
+
+
+def with_a_cache(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    from transformers import DynamicCache
+
+    logits = model(input_ids=microbatch["input_ids"], past_key_values=DynamicCache()).logits
+    return F.cross_entropy(logits[0, :-1], microbatch["labels"][0, 1:], reduction="sum"), 1
+
+
+def unweighed(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    return losses.next_token(model, microbatch)
+
+
+LOSSES: dict[str, tuple[Any, str]] = {
+    "unshifted": (loss(weigh=lambda microbatch: (microbatch["labels"] != -100).sum())(unshifted), "in its chunks"),
+    "called twice": (weighing(called_twice), "call the model once"),
+    "a total without graph": (weighing(without_graph), "does not depend on the model's output"),
+    "a cache of its own": (weighing(with_a_cache), "past_key_values"),
+    "no weigh": (unweighed, "give weigh="),
+    "joint": (JointLoss(lambda model, microbatch: model(microbatch["input_ids"]).logits[:, 0], torch.sum), "couples"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_chunks_would_change_is_refused(name: str) -> None:
+    loss_fn, why = LOSSES[name]
+    with pytest.raises((PlanError, LossContractError), match=why) as raised:
+        run(tiny(), texts(), loss_fn)
+    assert "\n" not in str(raised.value)
+
+
+def hidden(samples: list[Sample]) -> Any:
+    return [sample | {"attention_mask": (torch.arange(len(sample["labels"])) > 2).long()} for sample in samples]
+
+
+BATCHES: dict[str, tuple[Callable[[list[Sample]], Any], str]] = {
+    "a mask": (hidden, "hides some of its tokens"),
+    "no dim of tokens": (lambda given: [sample | {"reward": torch.tensor(1.0)} for sample in given], "cannot be cut"),
+    "deferred": (lambda given: Deferred(given.__getitem__, LENGTHS), "not loaded yet"),
+    "more than positions": (lambda _: texts((300,)), "128 positions"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_cannot_be_cut_is_refused(name: str) -> None:
+    change, why = BATCHES[name]
+    with pytest.raises(PlanError, match=why):
+        run(tiny("gpt2"), change(texts()))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.gradient_checkpointing:FutureWarning")
+def test_settings_that_do_not_go_with_it_are_refused() -> None:
+    cases: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+        "not a number": (tiny, {"max_microbatch_tokens": "auto"}),
+        "give max_microbatch_tokens=": (tiny, {"max_microbatch_tokens": None, "micro_batch_size": 1}),
+        "same_bits=": (lambda: tiny().float(), {"same_bits": True}),
+        "is compiled": (lambda: torch.compile(tiny()), {}),  # pyright: ignore
+        "recomputes activations": (recomputing, {}),
+        "several models": (lambda: [tiny(), tiny()], {}),  # pyright: ignore
+    }
+    for why, (make, options) in cases.items():
+        with pytest.raises(PlanError, match=why):
+            GradientAccumulator(make(), **{"max_microbatch_tokens": 8, "collate": InsideSamples()} | options)
+
+
+def recomputing() -> nn.Module:
+    model = tiny()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def test_evaluate_and_forward_say_that_they_do_not_cut() -> None:
+    gradient = accumulator(tiny())
+    with pytest.raises(PlanError, match=r"forward_backward\(\) only"):
+        gradient.evaluate(texts(), losses.next_token)
+    with pytest.raises(PlanError, match=r"forward_backward\(\) only"):
+        gradient.forward(texts(), lambda model, microbatch: model(microbatch["input_ids"]).logits)
+    assert gradient.evaluate(texts((8, 5)), losses.next_token)["loss"].isfinite()
+
+
+def test_a_failed_loss_leaves_the_model_as_it_was() -> None:
+    model = tiny()
+
+    @loss(weigh=losses.ready_made.count_targets)
+    def failing(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("no")
+        return losses.next_token(model, microbatch)
+
+    gradient = accumulator(model)
+    with pytest.raises(RuntimeError, match="no"):
+        gradient.forward_backward(texts(), failing)
+    assert not model.model._forward_pre_hooks
+    gradient.discard()
+    gradient.forward_backward(texts(), losses.next_token)
+    gradient.finalize()
+    expected = uncut(tiny(), texts())
+    assert error(gradients(model), expected) < BOUND
+
+
+# Several ranks.
+
+
+def run_job(name: str) -> float:
+    """Return the error of the gradient; ranks have long samples, short ones, or none."""
+    wrapper, world, case = name.split(":")
+    plain, samples = tiny("gpt_neox"), texts((*LENGTHS, 5, 70))
+    expected = uncut(plain, samples)
+    model: nn.Module = DistributedDataParallel(plain) if wrapper == "ddp" else plain
+    shares = [samples[:5], samples[5:], []] if int(world) == 3 else [samples[:2] + samples[3:], samples[2:3]]
+    share = shares[dist.get_rank()]
+    gradient = accumulator(model, mesh=None)
+    if case == "opened":
+        gradient.open()
+    for part in [share] if case == "uneven" else [share[:1], share[1:]]:
+        gradient.forward_backward(part, losses.next_token)
+    gradient.finalize()
+    return error(gradients(plain), expected)
+
+
+found = of_ranks("tests.exact.test_inside_samples:run_job", JOBS)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_ranks_with_and_without_long_samples(job: str, found: Any) -> None:
+    assert max(found(job)) < BOUND
+
+
+def refused_job(_: str) -> str:
+    model = tiny()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    try:
+        accumulator(fully_shard(model))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+refused = of_ranks("tests.exact.test_inside_samples:refused_job", {2: ["fsdp2"]})
+
+
+def test_sharded_models_are_refused(refused: Any) -> None:
+    assert all("ranks wait for each other in forwards" in text for text in refused("fsdp2"))
+
+
+# Planted bugs: each is caught by the gradient.
+
+PLANTED = {
+    "forget the gradient of later chunks": (
+        "own_gradient[..., : own_stop - start, :] += self.gradient[..., start:own_stop, :]", "pass",
+    ),
+    "give the overlapping token the gradient too": (
+        "own_gradient[..., : own_stop - start, :] += self.gradient[..., start:own_stop, :]",
+        "own_gradient += self.gradient[..., start : start + own_gradient.shape[-2], :]",
+    ),
+    "forget what earlier chunks are to receive": (
+        "self.gradient[..., :start, :] += gradient[..., :start, :]", "pass",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = inside_samples.KeptTensor
+    source = inspect.getsource(kept.add_gradient)
+    text, planted = PLANTED[name]
+    assert source.count(text) == 1
+    names = dict(vars(inside_samples))
+    exec("class Planted:\n" + source.replace(text, planted), names)
+    model = tiny()
+    expected = uncut(model, texts())
+    with monkeypatch.context() as patched:
+        patched.setattr(inside_samples, "_describe_difference", lambda *_: None)
+        patched.setattr(kept, "add_gradient", names["Planted"].add_gradient)
+        assert error(run(model, texts()), expected) > 1e-4
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "add_gradient", names["Planted"].add_gradient)
+        with pytest.raises(PlanError, match="another gradient"):
+            accumulator(tiny())
