@@ -16,7 +16,8 @@ SOURCES = "sources"  # where the site has files of the repository that a page li
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     decisions = sorted(Path(config.docs_dir, "decisions").glob("*.md"))
-    config.nav = [*(config.nav or []), {"Decisions": [f"decisions/{path.name}" for path in decisions]}]
+    folded = {"Decisions": [f"decisions/{path.name}" for path in decisions]}  # closed, as a group inside of a section
+    config.nav = [*(config.nav or []), {"Background": [folded]}]
     return config
 
 

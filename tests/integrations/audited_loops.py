@@ -55,7 +55,7 @@ def settings(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trainer(folder: str, *, is_mean: bool = False) -> Any:
+def trainer(folder: str, *, is_mean: bool = False, name: str = "llama") -> Any:
     from transformers import Trainer, TrainingArguments
 
     class OwnMean(Trainer):
@@ -65,7 +65,7 @@ def trainer(folder: str, *, is_mean: bool = False) -> Any:
             output = model(**inputs)
             return (output.loss, output) if return_outputs else output.loss
 
-    kind, model = OwnMean if is_mean else Trainer, build()
+    kind, model = OwnMean if is_mean else Trainer, build(name)
     kind(model, TrainingArguments(**settings(folder)), train_dataset=Texts(), data_collator=collate).train()
     return model
 
@@ -113,35 +113,128 @@ def lightning(folder: str) -> Any:
     return module
 
 
-def sft(folder: str) -> Any:
-    from datasets import Dataset
+def plain(folder: str) -> Any:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    loader: Any = torch.utils.data.DataLoader(Texts(), batch_size=BATCH, collate_fn=collate)
+    for number, batch in enumerate(loader, 1):
+        (model(**batch).loss / ACCUMULATED).backward()
+        if number % ACCUMULATED == 0 or number == len(loader):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def words_tokenizer() -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
+
+
+def words_of(ids: Any) -> str:
+    return " ".join(f"w{number}" for number in ids)
+
+
+def trl_settings(folder: str) -> dict[str, Any]:
+    return settings(folder) | {"bf16": False, "gradient_checkpointing": False}
+
+
+def sft(folder: str, name: str = "gpt2") -> Any:
+    from datasets import Dataset
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
     rows = [{"input_ids": text.tolist(), "labels": text.tolist()} for text in Texts().texts]
-    own: dict[str, Any] = {
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-    }
-    model = build("gpt2")
-    SFTTrainer(
-        model, SFTConfig(**settings(folder), **own), train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    config = SFTConfig(**trl_settings(folder), dataset_kwargs={"skip_prepare_dataset": True})
+    model = build(name)
+    SFTTrainer(model, config, train_dataset=Dataset.from_list(rows), processing_class=words_tokenizer()).train()
+    return model
+
+
+def saved(folder: str) -> str:
+    """Return the folder of a model and its tokenizer, for trainers that load a second copy."""
+    path = f"{folder}/model"
+    build().save_pretrained(path)
+    words_tokenizer().save_pretrained(path)
+    return path
+
+
+def dpo(folder: str) -> Any:
+    from datasets import Dataset
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    texts = [text.tolist() for text in Texts().texts]
+    rows = [
+        {"prompt": words_of(text[:2]), "chosen": f" {words_of(text[2:])}", "rejected": f" {words_of(text[-2:])}"}
+        for text in texts
+    ]
+    trainer = DPOTrainer(
+        saved(folder), args=DPOConfig(**trl_settings(folder)), train_dataset=Dataset.from_list(rows)
+    )  # fmt: skip
+    trainer.train()
+    return trainer.model
+
+
+def count_odd(completions: list[str], **_: Any) -> list[Any]:
+    """Return a reward that differs between completions."""
+    return [float(sum(word[-1] in "13579" for word in text.split())) for text in completions]
+
+
+def grpo(folder: str) -> Any:
+    from datasets import Dataset
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    rows = [{"prompt": words_of(text[:3].tolist())} for text in Texts().texts]
+    config = GRPOConfig(**trl_settings(folder), num_generations=4, max_completion_length=12, max_steps=3)
+    trainer = GRPOTrainer(saved(folder), count_odd, args=config, train_dataset=Dataset.from_list(rows))
+    trainer.train()
+    return trainer.model
+
+
+def sentences(folder: str) -> Any:
+    import sentence_transformers
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel
+
+    library: Any = sentence_transformers
+    path, texts = f"{folder}/model", [text.tolist() for text in Texts().texts]
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                         intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+              ).save_pretrained(path)  # fmt: skip
+    words_tokenizer().save_pretrained(path)
+    model = library.SentenceTransformer(modules=[Transformer(path), Pooling(16)], device="cpu")
+    rows = [{"anchor": words_of(text[:-2]), "positive": words_of(text[2:])} for text in texts]
+    library.SentenceTransformerTrainer(
+        model,
+        library.SentenceTransformerTrainingArguments(**settings(folder)),
+        Dataset.from_list(rows),
+        loss=library.sentence_transformer.losses.MultipleNegativesRankingLoss(model),
     ).train()
     return model
 
 
 LOOPS: dict[str, Any] = {
+    "plain": plain,
     "trainer": trainer,
+    "trainer-gpt2": partial(trainer, name="gpt2"),
     "trainer-mean": partial(trainer, is_mean=True),
     "accelerate": accelerated,
     "lightning": lightning,
     "sft": sft,
+    "sft-llama": partial(sft, name="llama"),
+    "dpo": dpo,
+    "grpo": grpo,
+    "sentence-transformers": sentences,
 }
 
 if __name__ == "__main__":

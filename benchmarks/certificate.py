@@ -1,0 +1,129 @@
+"""How exact other trainers are, as `megabatch audit` sees them: one unmodified loop of each, on the same texts.
+
+    python -m benchmarks.certificate --write           # measures, writes the result and the table of docs/peers.md
+    python -m benchmarks.certificate --table           # the table alone, from the result
+    python -m benchmarks.certificate --only "sft|dpo"  # some, and writes nothing
+
+The loops are those of tests/integrations/audited_loops.py: 20 texts of 4 to 59 random tokens, two to a microbatch, four
+microbatches to an optimizer step, and a last step of two. Each runs in a process of its own.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import result
+from megabatch import Audit
+from megabatch.train.cli.audited_command import read_findings
+from megabatch.verification.audit_text import percent, verdict_of
+
+PAGE = result.ROOT / "docs" / "peers.md"
+START, END = "<!-- certificate: python -m benchmarks.certificate --table -->\n", "<!-- end of certificate -->"
+COMMAND = "megabatch audit -- python -m tests.integrations.audited_loops"
+
+
+class Peer(NamedTuple):
+    """A loop, as the table names it."""
+
+    name: str
+    library: str  # whose version is shown
+
+
+PEERS = {  # kind of tests.integrations.audited_loops → the loop
+    "plain": Peer("a plain loop, `loss / N`", "torch"),
+    "accelerate": Peer("Accelerate, `accumulate()`", "accelerate"),
+    "lightning": Peer("Lightning, `accumulate_grad_batches`", "lightning"),
+    "trainer": Peer("`Trainer`, Llama", "transformers"),
+    "trainer-gpt2": Peer("`Trainer`, GPT-2", "transformers"),
+    "trainer-mean": Peer("`Trainer`, a `compute_loss` that returns a mean", "transformers"),
+    "sft-llama": Peer("TRL `SFTTrainer`, Llama", "trl"),
+    "sft": Peer("TRL `SFTTrainer`, GPT-2", "trl"),
+    "dpo": Peer("TRL `DPOTrainer`", "trl"),
+    "grpo": Peer("TRL `GRPOTrainer`", "trl"),
+    "sentence-transformers": Peer("sentence-transformers, in-batch negatives", "sentence-transformers"),
+}
+
+
+def measure(kind: str) -> dict[str, Any]:
+    """Audit a loop in a process of its own; return its row."""
+    environment = os.environ | {"PYTHONPATH": str(result.ROOT), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        loop = [sys.executable, "-m", "tests.integrations.audited_loops", kind, folder]
+        audit = [sys.executable, "-m", "megabatch", "audit", "--to", f"{folder}/audit", "--", *loop]
+        done = subprocess.run(audit, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{kind}: {done.stdout[-500:]}{done.stderr[-1500:]}")
+        findings, _ = read_findings(Path(folder, "audit"), kind)
+    return row_of(findings, kind)
+
+
+def row_of(findings: Audit, kind: str) -> dict[str, Any]:
+    """Return what the table and the result say of a loop."""
+    weights = [part for update in findings.updates for part in update.weights or [] if part.numel()]
+    return {
+        "version": result.version(PEERS[kind].library),
+        "verdict": verdict_of(findings),
+        "lightest_token": min((float(part.min()) for part in weights), default=None),
+        "heaviest_token": max((float(part.max()) for part in weights), default=None),
+        "gradient_error": findings.error("token"),
+        "problems": findings.problems,
+        "cannot_tell": findings.unknown,
+        "trainer": findings.loop.trainer,
+        "command": f"{COMMAND} {kind} FOLDER",
+    }
+
+
+def table_of(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the table of the page."""
+    lines = [
+        "| loop | version | verdict | a token weighs | gradient off the token mean |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for kind, row in rows.items():
+        peer = PEERS[kind]
+        weight = "cannot tell"
+        if row["lightest_token"] is not None:
+            least, most = f"{row['lightest_token']:.2f}", f"{row['heaviest_token']:.2f}"
+            weight = least if least == most else f"{least} to {most}"
+        error = "cannot tell" if row["gradient_error"] is None else percent(row["gradient_error"])
+        lines.append(f"| {peer.name} | {peer.library} {row['version']} | {row['verdict']} | {weight} | {error} |")
+    return "\n".join(lines)
+
+
+def write_table(path: Path) -> None:
+    """Put the table of a result between the marks of the page."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    before, _, after = PAGE.read_text(encoding="utf-8").partition(START)
+    link = f"([result](../benchmarks/results/{path.name}))"
+    PAGE.write_text(f"{before}{START}\n{table_of(rows)}\n\n{link}\n\n{END}{after.partition(END)[2]}", encoding="utf-8")
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the result and the table")
+    parser.add_argument("--table", action="store_true", help="write the table of the newest result")
+    parser.add_argument("--only", default="", help="kinds of loops, as a regular expression")
+    asked = parser.parse_args()
+    if not asked.table:
+        rows: dict[str, dict[str, Any]] = {}
+        libraries = {peer.library for peer in PEERS.values()}
+        made = result.made_with(libraries)
+        for kind in PEERS:
+            if re.search(asked.only, kind):
+                rows[kind] = measure(kind)
+                print(kind, rows[kind]["verdict"], sep=": ", flush=True)
+        if not asked.write:
+            return
+        result.write(result.dated("certificate"), {**made, "rows": rows})
+    write_table(max(result.RESULTS.glob("certificate_cpu_*.json")))
+
+
+if __name__ == "__main__":
+    main()
