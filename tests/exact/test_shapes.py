@@ -172,7 +172,7 @@ def test_shapes_that_are_none_are_not_loaded(state: Any) -> None:
 def test_a_state_with_shapes_is_for_an_accumulator_with_shapes() -> None:
     saved = accumulate(shapes.new_model(), shapes.samples_of([9, 4], 0))
     saved.finalize()
-    with pytest.raises(PlanError, match="give the shapes= or same_bits="):
+    with pytest.raises(PlanError, match="give the shapes= with which"):
         GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64).load_state_dict(saved.state_dict())
 
 
