@@ -542,7 +542,7 @@ class GradientAccumulator:
             if self._shapes is not None and not self._shapes.is_settled:  # by the limit
                 self.tune(batch, loss_fn)
                 with self._guarded():
-                    self._planner = self._shapes.fitted(self._planner, batch, loss_fn)
+                    self._planner = cast(Any, self._shapes).fitted(self._planner, batch, loss_fn)
         run_call = self._wrapper.run_call or getattr(loss_fn, "run_call", None) or self._run_call
         with (
             self._guarded("forward_backward()"),
