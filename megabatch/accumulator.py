@@ -121,8 +121,7 @@ class GradientAccumulator:
             reduce-scatters with each microbatch and all-reduces once per call. "auto" chooses by the wrapper. After
             `open`, "once per call" is once per update. "gather_once" (for FSDP2 and HSDP) reduces as "auto" does, and
             gathers parameters once per call instead of twice per microbatch. It keeps them gathered until the call's
-            last backward. "gather_once:12" does so with 12 groups of parameters, the modules that ``fully_shard`` got:
-            the root's and those after it. The others are gathered as under "auto".
+            last backward.
         collate: Makes a microbatch of a list of samples. The default pads on the right. `OneRow` does not pad.
             `SharedPrefix` computes the tokens that samples begin with in common once. `InsideSamples` cuts samples that
             are longer than ``max_microbatch_tokens``.

@@ -1045,7 +1045,7 @@ def _reduce_in_one_dtype(group: Any, *given: Any) -> None:
 
 @contextmanager
 def keeping_gathered(modules: Sequence[Any], groups: Sequence[Any], *, frees: bool) -> Generator[None]:
-    """While it is open, FSDP2 frees no parameters of ``groups`` after a forward, nor after a backward unless ``frees``.
+    """While it is open, FSDP2 frees no parameters after a forward, nor after a backward unless ``frees``.
 
     ``post_forward_mesh_info`` says where parameters stay after a forward; None: gathered. The public setter could not
     set it back.

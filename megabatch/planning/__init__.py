@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from megabatch.planning.partition import balance as balance
     from megabatch.planning.partition import best_fit as best_fit
     from megabatch.planning.partition import deal_microbatches as deal_microbatches
-    from megabatch.planning.plan import num_gathered_once as num_gathered_once
     from megabatch.planning.sampler import Consumed as Consumed
 else:
     _HOME = {  # public name → its module
@@ -22,7 +21,6 @@ else:
         "best_fit": "partition",
         "deal": "dealing",
         "deal_microbatches": "partition",
-        "num_gathered_once": "plan",
     }
     __all__ = list(_HOME)
     __getattr__, __dir__ = export_lazily(__name__, _HOME)

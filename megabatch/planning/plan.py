@@ -3,7 +3,6 @@
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,7 +66,7 @@ class Plan:
         samples: Index of each of these samples among all that were planned.
         sync: "last" reduces gradients with the last microbatch, "every" with each, and "replica_last" (HSDP)
             reduce-scatters with each and all-reduces with the last. "gather_once" (FSDP2) reduces as the wrapper's
-            default does, and gathers parameters with the first microbatch only. "gather_once:K" does so with K groups.
+            default does, and gathers parameters with the first microbatch only.
         reason: The reason for this ``sync``, in words.
         seconds: Predicted seconds of all microbatches. None without a cost model.
         peak_bytes: Predicted peak memory, in bytes. None without a cost model.
@@ -280,12 +279,6 @@ def check_limits(
     if max_microbatch_tokens is None or max_microbatch_tokens == "auto":
         return micro_batch_size, None
     return micro_batch_size, require_count("max_microbatch_tokens", max_microbatch_tokens)
-
-
-def num_gathered_once(sync: str) -> int:
-    """Return the number of groups of parameters that ``sync`` gathers once per call: K of "gather_once:K"."""
-    name, _, count = sync.partition(":")
-    return 0 if name != "gather_once" else int(count) if count else sys.maxsize
 
 
 def check_cost(cost: object, others: str = "") -> CostModel | None:

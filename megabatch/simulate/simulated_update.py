@@ -45,7 +45,6 @@ from megabatch.pipeline.order import (
     orders_of,
 )
 from megabatch.pipeline.stages import SCHEDULES, Pipeline, PipelineWrapper
-from megabatch.planning.plan import num_gathered_once
 from megabatch.simulate.allocator import Reserved, reserved
 from megabatch.simulate.compiled_layers import CompiledForward
 from megabatch.simulate.devices import Device, device_named
@@ -368,7 +367,7 @@ def count_phases(num_run: int, num_microbatches: int) -> dict[str, int]:
 
 
 def _num_distinct(sync: str) -> int:
-    return NUM_GATHERED_ONCE if num_gathered_once(sync) else NUM_DISTINCT
+    return NUM_GATHERED_ONCE if sync == "gather_once" else NUM_DISTINCT
 
 
 class _Run:

@@ -35,7 +35,7 @@ from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
 DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
-Choice = tuple[str, str]  # a policy, "last", "every", "gather_once", "gather_once:K" or "replica_last", and why
+Choice = tuple[str, str]  # a policy, "last", "every", "gather_once" or "replica_last", and why
 BUCKET_BYTES = 25 * 2**20  # of gradients that are summed together, as in DDP
 BUCKETS_IN_FLIGHT = 3
 END = -1  # in place of the number of a collective
@@ -226,7 +226,7 @@ class Wrapper:
                 f"sync is 'replica_last', which is for HSDP, and the model has {self.kind_name}; leave sync out, or "
                 "shard with fully_shard over a mesh of two axes (dp_replicate, dp_shard)"
             )
-        if policy.startswith("gather_once"):
+        if policy == "gather_once":
             raise PlanError(
                 f"sync is {policy!r}, which is for FSDP2, and the model has {self.kind_name}; leave sync out, or "
                 "shard with fully_shard"

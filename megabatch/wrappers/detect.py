@@ -4,11 +4,9 @@
 "every"         reduce with each microbatch
 "replica_last"  HSDP: reduce-scatter with each microbatch, all-reduce once per call
 "gather_once"   FSDP2: gather parameters once per call, reduce-scatter with each microbatch; HSDP: all-reduce once
-"gather_once:K" the same for K groups of parameters, the root's and those after it
 "auto"          the policy that suits the wrapper
 """
 
-import re
 from collections.abc import Sequence
 from math import prod
 from typing import cast
@@ -27,14 +25,15 @@ from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, ch
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
 POLICIES = ("auto", "last", "every", "gather_once", "replica_last")
-GATHER_SOME = re.compile(r"gather_once:[1-9]\d*")
 Models = nn.Module | Sequence[nn.Module]
 
 
 def choose_policy(wrapper: Wrapper, policy: str) -> Choice:
     """Return the policy that ``policy`` means for this wrapper, and the reason."""
-    if policy not in POLICIES and not GATHER_SOME.fullmatch(str(policy)):
-        raise PlanError(f"sync is {policy!r}; expected one of {', '.join(POLICIES)}, gather_once:K")
+    if str(policy).startswith("gather_once:"):
+        raise PlanError(f"sync is {policy!r}, and parts of the parameters stay gathered no longer; give 'gather_once'")
+    if policy not in POLICIES:
+        raise PlanError(f"sync is {policy!r}; expected one of {', '.join(POLICIES)}")
     return wrapper.choose(policy)
 
 

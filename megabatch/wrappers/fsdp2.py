@@ -6,14 +6,12 @@ the same gradient.
 
 import contextlib
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.planning.plan import num_gathered_once
 from megabatch.torch_private import (
     check_feature,
     drop_fsdp_gradients,
@@ -104,9 +102,8 @@ class FSDP2Wrapper(Wrapper):
         # The user trades memory for traffic.
         if policy == "last":
             return "last", "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
-        if kept := len(self._gathered_once(policy)):
-            what = "parameters" if kept == len(self._groups) else f"{kept} of {len(self._groups)} groups of parameters"
-            return policy, f"as asked: FSDP2 gathers {what} once per call, and keeps them until its last backward"
+        if policy == "gather_once":
+            return policy, "as asked: FSDP2 gathers parameters once per call, and keeps them until its last backward"
         if not self._has_replicas:
             self._refuse_sharded_policy(policy)
             return "every", "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept"
@@ -116,8 +113,9 @@ class FSDP2Wrapper(Wrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        kept, ends_call = self._gathered_once(policy), last
-        keeping = keeping_gathered(self._modules, kept, frees=ends_call) if kept else contextlib.nullcontext()
+        ends_call, keeping = last, contextlib.nullcontext()
+        if policy == "gather_once":
+            keeping = keeping_gathered(self._modules, self._groups, frees=ends_call)
         # A held update has no last microbatch: finish_update reduces what all of them have left.
         last = last and not self.is_held
         # FSDP2 reads these in the backward hooks of the microbatch.
@@ -148,13 +146,9 @@ class FSDP2Wrapper(Wrapper):
             if not is_holding:
                 drop_fsdp_gradients(self._modules)
 
-    def _gathered_once(self, policy: str) -> Sequence[Any]:
-        """Return the groups of parameters that stay gathered during a call: the root's and those after it."""
-        return self._groups[: num_gathered_once(policy)]
-
     def hold_reduction(self, policy: str) -> None:
         """Keep unsharded gradients, or the sums over a shard's ranks, until `finish_update`."""
-        self.is_held = policy in ("last", "replica_last") or (num_gathered_once(policy) > 0 and self._has_replicas)
+        self.is_held = policy in ("last", "replica_last") or (policy == "gather_once" and self._has_replicas)
 
     def reshard(self) -> None:
         drop_gathers(self._groups)

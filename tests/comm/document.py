@@ -42,8 +42,6 @@ EXAMPLE = Sizes(
     S=8,
     K=65,
     Q=65 * 4096 * 2,
-    M=17,
-    W=9 * GIGABYTE,
 )
 TENSOR_DEGREE = 8
 HEAD = (
@@ -63,7 +61,7 @@ def table() -> str:
 
 
 def _line(policy: Policy, call: str) -> str:
-    sync = f"**{policy.sync}**" if AUTO[policy.wrapper] == policy.sync else policy.shown
+    sync = f"**{policy.sync}**" if AUTO[policy.wrapper] == policy.sync else policy.sync
     numbers = ", ".join(f"{_text(number)} {NAMES[kind]}" for kind, (number, _) in policy.collectives.items())
     sizes = " + ".join(_text(size) for _, size in policy.collectives.values())
     of_example = _example(policy)

@@ -125,12 +125,11 @@ def of_model(name: str) -> dict[str, int]:
     parameters = {name: local(each) for name, each in parameters_of(wrapped(alone)).items()}
     root = [each for name, each in parameters.items() if not name.startswith("blocks.")]
     norms = [each for name, each in parameters.items() if "norm" in name] if wrapper.endswith("-sp") else []
-    kept = [each for name, each in parameters.items() if not name.startswith("blocks.1.")]
     whole_embedding = models.VOCABULARY * WIDTH * parameters["embedding.weight"].itemsize
     return {
         "P": _nbytes(parameters.values()), "R": _nbytes(root), "Q": _nbytes(norms),
         "E": whole_embedding - parameters["embedding.weight"].nbytes,
-        "W": _nbytes(kept), "M": NUM_GROUPS - 1, "T": len(parameters), "F": 1, "K": len(norms), "G": NUM_GROUPS,
+        "T": len(parameters), "F": 1, "K": len(norms), "G": NUM_GROUPS,
         "S": axes.get("dp_shard", axes.get("dp", 1)),
         "axes": sum(size > 1 for size in axes.values()),
         "data_axes": sum(size > 1 for axis, size in axes.items() if axis != "tp"),

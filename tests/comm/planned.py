@@ -23,8 +23,6 @@ class Sizes(NamedTuple):
     S: int  # ranks over which a gradient is sharded
     K: int = 0  # parameters of norms under sequence parallelism
     Q: int = 0  # bytes of their gradients
-    M: int = 0  # groups that stay gathered under "gather_once:M"
-    W: int = 0  # bytes of their parameters
     E: int = 0  # bytes of an embedding that tensor parallelism keeps elsewhere: torch makes its gradient whole
 
 
@@ -41,11 +39,6 @@ class Policy:
     held: str  # bytes of gradient on a rank between two microbatches of the first call
     when: str
 
-    @property
-    def shown(self) -> str:
-        """The sync, with the letter of its formulas for a number."""
-        return self.sync.partition(":")[0] + (":M" if ":" in self.sync else "")
-
 
 def once(kind: str, number: str, size: str) -> Formulas:
     """With the last microbatch of each call."""
@@ -58,7 +51,6 @@ def each(kind: str, number: str, size: str) -> Formulas:
 
 
 GATHERED = each("all_gather", "(2*G-1)", "(2*P-R)")  # the root stays gathered between forward and backward
-GATHERED_IN_PART = {"all_gather": ("C*(M+2*N*(G-M))", "C*(W+2*N*(P-W))")}
 UNUSED = {"all_reduce": ("C*(B+1)", "C*(P+4*T)")}  # and one message of which parameters were used
 UNUSED_EVERY = {"all_reduce": ("C*N*(B+1)", "C*N*(P+4*T)")}
 
@@ -84,8 +76,6 @@ POLICIES = [
            "slow links and room for the whole gradient"),
     Policy("fsdp2", "gather_once", once("all_gather", "G", "P") | each("reduce_scatter", "G", "P"), "P//S",
            "slow links and room for all gathered parameters, which take less than the gradient in float32"),
-    Policy("fsdp2", "gather_once:2", GATHERED_IN_PART | each("reduce_scatter", "G", "P"), "P//S",
-           "slow links and room for some gathered parameters: the root's and those of the first M - 1 layers"),
     Policy("hsdp", "replica_last",
            GATHERED | each("reduce_scatter", "G", "P") | once("all_reduce", "G", "P//S"), "P//S",
            "shards inside a node, replicas across: the slow link is used once"),
@@ -96,8 +86,6 @@ POLICIES = [
     Policy("hsdp", "gather_once",
            once("all_gather", "G", "P") | each("reduce_scatter", "G", "P") | once("all_reduce", "G", "P//S"), "P//S",
            "as FSDP2"),
-    Policy("hsdp", "gather_once:2",
-           GATHERED_IN_PART | each("reduce_scatter", "G", "P") | once("all_reduce", "G", "P//S"), "P//S", "as FSDP2"),
     Policy("fsdp1", "every", GATHERED | each("reduce_scatter", "G", "P"), "P//S", "code that is still on FSDP1"),
     Policy("fsdp1", "last", GATHERED | once("reduce_scatter", "G", "P"), "P", "as FSDP2"),
     Policy("fsdp1-grad-op", "every", each("all_gather", "G", "P") | each("reduce_scatter", "G", "P"), "P//S",

@@ -22,7 +22,7 @@ def test_every_policy_of_every_wrapper_is_in_the_table() -> None:
     one_policy = {"plain", "tp", "tp-sp"}  # whatever is asked for, they are summed once
     for wrapper in AUTO:
         syncs = {sync for sync in ("last", "every", "replica_last") if sync not in WRAPPERS[wrapper].refused}
-        syncs |= {"gather_once", "gather_once:2"} if wrapper in ("fsdp2", "hsdp") else set()
+        syncs |= {"gather_once"} if wrapper in ("fsdp2", "hsdp") else set()
         assert {sync for its, sync in planned if its == wrapper} == ({"last"} if wrapper in one_policy else syncs)
 
 

@@ -16,7 +16,7 @@ SUMS = [(3, f"sums/{options}/{way}") for options in ("plain", "unused", "view", 
 RESUMES = [(3, f"resumes/{each}") for each in ("plain/dense", "unused/dense", "view/dense", "plain/sparse")]
 BUFFERS = [(2, f"buffers/{how}") for how in ("open", "wide", "kept")]
 BUCKETS = [(world, f"buckets/{num}") for world in (2, 3) for num in (0, 1, 40)]
-ONCE = [(2, f"once/{sync}/{between}") for sync in ("gather_once", "gather_once:2", "every", "last")
+ONCE = [(2, f"once/{sync}/{between}") for sync in ("gather_once", "every", "last")
         for between in ("nothing", "forward")]  # fmt: skip
 JOBS: dict[int, list[str]] = {world: [] for world in (2, 3, 4)}
 for its_world, its_job in [*PAST, *WEIGHTS, *LAST, *SUMS, *RESUMES, *BUFFERS, *BUCKETS, *ONCE]:

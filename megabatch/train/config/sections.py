@@ -177,13 +177,10 @@ class UpdateConfig(Section):
     """Fill each microbatch up to one of at most so many shapes, samples x tokens, for which model.compile compiles as
     many graphs. They are chosen from the first update's samples and kept with the checkpoint. Padded samples compute
     more tokens. For transformers' models without experts. None: any shape, and a graph for all sizes."""
-    sync: (
-        Literal["auto", "last", "every", "gather_once", "replica_last"]
-        | Annotated[str, Field(pattern=r"^gather_once:[1-9]\d*$")]
-    ) = "auto"
+    sync: Literal["auto", "last", "every", "gather_once", "replica_last"] = "auto"
     """The moment at which ranks sum gradients: with the last microbatch, with every one, across replicas with the last
-    one only (hsdp). "gather_once" (fsdp2, hsdp) gathers parameters once per update, "gather_once:12" those of 12
-    groups: what is in no layer, and layers. "auto": the wrapper's own, which keeps least."""
+    one only (hsdp). "gather_once" (fsdp2, hsdp) gathers parameters once per update.
+    "auto": the wrapper's own, which keeps least."""
     accumulate_dtype: Literal["float32"] | None = None
     """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
     model.dtype."""

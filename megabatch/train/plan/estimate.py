@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 
 from megabatch.optim import LowBits, split_parameters
 from megabatch.pipeline import count_held, estimate_bubble
-from megabatch.planning import num_gathered_once
 from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, QuantizedAdam, busy_seconds, message_seconds
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.optimizer import build_optimizer, groups_of
 from megabatch.train.parallel.wrap import accumulation_of, blocks_of, dtype_of, is_mixed
-from megabatch.train.plan.grid import Choice
+from megabatch.train.plan.grid import GATHER_ONCE, Choice
 
 MIN_KEPT = 12  # numbers per token and hidden feature that a layer keeps for the backward; measured layers keep 22
 RECOMPUTE_FLOPS, PLAIN_FLOPS = 6, 4  # per token and parameter, with and without a second forward
@@ -343,7 +342,7 @@ def _key_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device)
 
 def _num_collectives(choice: Choice, sizes: ModelSizes) -> int:
     """Return the all-gathers and reduce-scatters of an update; the root is gathered once a microbatch."""
-    gathers = _count_gathered(choice, sizes, sizes.num_layers + 1, 1, 1)
+    gathers = _count_gathered(choice, sizes, sizes.num_layers + 1, 1)
     return gathers + (sizes.num_layers + 1) * (1 if choice.sync == "last" else choice.num_microbatches)
 
 
@@ -358,10 +357,9 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     if sizes.offloads:
         base = shard = 0
     held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
-    keeps_sums = choice.sync == "replica_last" or (num_gathered_once(choice.sync) > 0 and sizes.num_copies > 1)
+    keeps_sums = choice.sync == "replica_last" or (choice.sync == GATHER_ONCE and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
-    kept = max(0, num_gathered_once(choice.sync) - 1)  # layers whose parameters stay
-    layers = min((sizes.num_gathered + kept) * u, P - r) if choice.reshard else sizes.num_backward
+    layers = min(sizes.num_gathered * u, P - r) if choice.reshard else sizes.num_backward
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
@@ -388,10 +386,10 @@ def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
 
 def _num_gathered(choice: Choice, sizes: ModelSizes) -> int:
     """Return the parameters that FSDP2 gathers in an update."""
-    return _count_gathered(choice, sizes, sizes.num_parameters, sizes.num_root, sizes.num_unit)
+    return _count_gathered(choice, sizes, sizes.num_parameters, sizes.num_root)
 
 
-def _count_gathered(choice: Choice, sizes: ModelSizes, num_all: int, num_root: int, num_unit: int) -> int:
+def _count_gathered(choice: Choice, sizes: ModelSizes, num_all: int, num_root: int) -> int:
     """Return how many of all elements are gathered in an update; the root's at most once a microbatch.
 
     A pipeline keeps what a backward gathers until the next forward of the stage or, without reshard, until the update
@@ -400,9 +398,8 @@ def _count_gathered(choice: Choice, sizes: ModelSizes, num_all: int, num_root: i
     if sizes.pipeline is not None:
         return num_all + (choice.num_microbatches * (num_all - num_root) if choice.reshard else 0)
     times = choice.num_microbatches * (2 if choice.reshard else 1)
-    if count := num_gathered_once(choice.sync):
-        kept = min(num_all, num_root + (count - 1) * num_unit)
-        return kept + times * (num_all - kept)
+    if choice.sync == GATHER_ONCE:
+        return num_all
     return times * (num_all - num_root) + choice.num_microbatches * num_root
 
 
@@ -414,6 +411,6 @@ def _sent_bytes(choice: Choice, sizes: ModelSizes) -> int:
     if not sizes.is_sharded:
         return int(2 * across * T * sizes.reduce_bytes * reductions)
     gathers = _num_gathered(choice, sizes)
-    wider = _count_gathered(choice, sizes, T, sizes.num_trained_root, sizes.num_trained_unit) * sizes.wider_bytes
+    wider = _count_gathered(choice, sizes, T, sizes.num_trained_root) * sizes.wider_bytes
     within = inside * (gathers * sizes.compute_bytes + wider + T * reductions * sizes.reduce_bytes)
     return int(within + 2 * across * T / sizes.num_shards * sizes.reduce_bytes * (n if choice.sync == "every" else 1))

@@ -55,16 +55,6 @@ class Choice:
         """Microbatches of the update, by those of the largest schedule step."""
         return self.num_microbatches / self.largest_step.num_microbatches
 
-    @property
-    def gathers_some(self) -> bool:
-        """True for "gather_once:K"."""
-        return self.sync.startswith(f"{GATHER_ONCE}:")
-
-    @property
-    def may_gather_some(self) -> bool:
-        """True if some groups of parameters could stay gathered, which are not."""
-        return self.sync in WRAPPERS_OWN and self.reshard and self.num_microbatches > 1
-
     def differs_in_sync(self, other: "Choice") -> bool:
         """Return True for choices that differ in the policy alone. What "gather_once" gathers is never freed early."""
         reshard = self.reshard if GATHER_ONCE in (self.sync, other.sync) else other.reshard

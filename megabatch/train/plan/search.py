@@ -15,7 +15,7 @@ from megabatch.train.config import ParallelConfig
 from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.model.architecture import silence
 from megabatch.train.plan.estimate import Estimate
-from megabatch.train.plan.grid import GATHER_ONCE, Choice
+from megabatch.train.plan.grid import Choice
 from megabatch.train.plan.simulation import Simulator
 
 YES, TIGHT, NO = "yes", "tight", "no"
@@ -119,7 +119,6 @@ def search_choices(
     while (wanted := search.next_candidate()) is not None:
         search.simulate(wanted)
         advance(1)
-    search.simulate_part()
     advance(len(search.candidates) - len(search.rows))
     return sort_rows(search.all_rows())
 
@@ -243,24 +242,6 @@ class _Search:
         if best is not None:
             is_open = [each for each in is_open if self._may_win(each, best)]
         return min(is_open, key=self._most_promising, default=None)
-
-    def simulate_part(self) -> None:
-        """Simulate the best choice with as many layers kept gathered as have room, as a run would choose."""
-        best = sort_rows(self.all_rows())[0]
-        known = next((each for each, row in self.rows.items() if row is best and row.fits == YES), None)
-        if known is None or not known.choice.may_gather_some:
-            return
-        simulator = known.simulator
-        room_bytes = int((self._limit_bytes - best.margined_bytes) / (1 + simulator.device.margin))
-        layer_bytes = simulator.sizes.num_unit * simulator.sizes.compute_bytes
-        count = min(simulator.sizes.num_layers, 1 + room_bytes // layer_bytes)
-        if count < 1:
-            return
-        choice = replace(known.choice, sync=f"{GATHER_ONCE}:{count}")
-        if (row := run_simulation(simulator, self._limit_bytes, choice)).fits == YES:
-            part = _Candidate(simulator, choice, simulator.estimate(choice))
-            self.candidates.append(part)
-            self.rows[part] = row
 
     def all_rows(self) -> list[PlanRow]:
         """Return a row for every candidate."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from math import ceil, prod
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,7 +25,6 @@ from megabatch import JointLoss, UpdateSampler
 from megabatch.batching import OneRow, context_parallel
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.planning import num_gathered_once
 from megabatch.simulate import (
     QUANTIZED_OPTIMIZERS,
     Device,
@@ -272,8 +271,6 @@ class Simulator:
 
     def _simulate(self, choice: Choice, repeats: "Repeats | None", end: PipelineEnd | None = None) -> Simulated:
         """Simulate a rank: rank 0, or one at an end of a pipeline."""
-        if repeats is not None and choice.gathers_some:  # of the root and of the first layers, which so are unlike
-            repeats = repeats.after(num_gathered_once(choice.sync) - 1)
         if repeats is not None:
             num_first, period, num_blocks = repeats
             shallow, deeper = (self._simulate_layers(choice, end, each) for each in (num_first, num_first + period))
@@ -436,12 +433,6 @@ class Repeats(NamedTuple):
     num_first: int
     period: int  # layers of a block
     num_blocks: int
-
-    def after(self, num_layers: int) -> "Repeats | None":
-        """Return how layers repeat if so many more at the beginning are unlike; None if that spares no work."""
-        num_blocks = ceil(num_layers / self.period)
-        found = Repeats(self.num_first + num_blocks * self.period, self.period, self.num_blocks - num_blocks)
-        return found if found.spares_work else None
 
     @property
     def spares_work(self) -> bool:

@@ -95,6 +95,7 @@ FAILURES = {
     "an order of other data": Failure("(0) … id 10", lambda: sampler(order=lambda epoch: range(11))),
     "no model": Failure("is a list", lambda: accumulator(model=[linear(), None])),
     "an unknown sync": Failure("'never'", lambda: accumulator(sync="never")),
+    "a part gathered once": Failure("'gather_once:2' … give 'gather_once'", lambda: accumulator(sync="gather_once:2")),
     "gather_once without shards": Failure("'gather_once'", lambda: accumulator(sync="gather_once")),
     "replica_last without replicas": Failure("'replica_last'", lambda: accumulator(sync="replica_last")),
     "a parameter of two models": Failure("share a parameter", lambda: accumulator(model=[(model := linear()), model])),
