@@ -57,8 +57,6 @@ class Chunk(NamedTuple):
 def find_chunks(sample: int, length: int, max_tokens: int) -> list[Chunk]:
     """Return the chunks of a sample of ``length`` tokens, in order, each with at most ``max_tokens`` tokens."""
     stride = max_tokens - OVERLAP
-    if stride < 1:
-        raise PlanError(f"InsideSamples is given max_microbatch_tokens={max_tokens}; give at least {OVERLAP + 1}")
     num_chunks = max(1, -(-(length - OVERLAP) // stride))
     stops = [stride * (index + 1) for index in range(num_chunks - 1)] + [length]
     starts = [0, *stops[:-1]]

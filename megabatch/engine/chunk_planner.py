@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.inside_samples import Chunk, LongSample, check_chunks, cut, find_chunks
+from megabatch.batching.inside_samples import OVERLAP, Chunk, LongSample, check_chunks, cut, find_chunks
 from megabatch.batching.samples import Batch, Collate, Deferred, Length, Microbatch, Samples
 from megabatch.batching.tree import to_device
 from megabatch.engine import random_state
@@ -241,6 +241,8 @@ def check_settings(wrapper: Wrapper, max_microbatch_tokens: int | None, others: 
             f"the model has {wrapper.kind_name}{axes}, where "
             "ranks wait for each other in forwards; use a plain model or DistributedDataParallel"
         )
+    elif max_microbatch_tokens <= OVERLAP:
+        problem = f"max_microbatch_tokens is {max_microbatch_tokens}; give at least {OVERLAP + 1}"
     elif given:
         problem = f"so is {given[0]}=; leave one of the two out"
     if problem is not None:

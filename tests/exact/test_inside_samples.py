@@ -228,7 +228,13 @@ def unweighed(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
     return losses.next_token(model, microbatch)
 
 
+def of_another_model(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    total = next(model.parameters()).sum() * 0.0
+    return total, (microbatch["labels"][:, 1:] != -100).sum()
+
+
 LOSSES: dict[str, tuple[Any, str]] = {
+    "another model": (weighing(of_another_model), "does not call the model"),
     "unshifted": (loss(weigh=lambda microbatch: (microbatch["labels"] != -100).sum())(unshifted), "in its chunks"),
     "called twice": (weighing(called_twice), "call the model once"),
     "a total without graph": (weighing(without_graph), "does not depend on the model's output"),
@@ -269,6 +275,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(name: str) -> None:
 def test_settings_that_do_not_go_with_it_are_refused() -> None:
     cases: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         "not a number": (tiny, {"max_microbatch_tokens": "auto"}),
+        "give at least 2": (tiny, {"max_microbatch_tokens": 1}),
         "give max_microbatch_tokens=": (tiny, {"max_microbatch_tokens": None, "micro_batch_size": 1}),
         "same_bits=": (lambda: tiny().float(), {"same_bits": True}),
         "is compiled": (lambda: torch.compile(tiny()), {}),  # pyright: ignore
