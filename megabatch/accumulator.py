@@ -141,6 +141,7 @@ class GradientAccumulator:
 
     Attributes:
         fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.
+        cuts_samples: True with `InsideSamples`.
         last_plan: The `Plan` of this rank's last call, as it ran. None before the first call.
 
     Raises:
@@ -181,7 +182,8 @@ class GradientAccumulator:
             accumulate_dtype = exact.check_settings(self._wrapper, limits, collate, accumulate_dtype, same_bits)
             new_planner, self._new_update = exact.SameBitsPlanner, exact.SameBitsUpdate
             new_gradients = ExactGradients
-        if cuts_samples := isinstance(collate, InsideSamples):
+        self.cuts_samples = isinstance(collate, InsideSamples)
+        if self.cuts_samples:
             from megabatch.engine.chunk_planner import ChunkPlanner
 
             new_planner, collate = ChunkPlanner, None
@@ -214,7 +216,7 @@ class GradientAccumulator:
         self._error_broadcast = None if ranks.is_alone else ErrorBroadcast(ranks, self._wrapper.device)
         if self._error_broadcast is not None:
             ranks.position.accumulator = self._error_broadcast.number
-        if cuts_samples:
+        if self.cuts_samples:
             from megabatch.engine.chunk_planner import check_settings
 
             others = {"same_bits": same_bits, "shapes": shapes, "cost": measures_cost}

@@ -234,6 +234,11 @@ class ExpertBias:
             raise PlanError(
                 "ExpertBias cannot tell apart the microbatches of a Pipeline; give a model that is not cut into stages"
             )
+        if gradient.cuts_samples:
+            raise PlanError(
+                "ExpertBias counts the tokens of each expert, and InsideSamples runs a token twice where two chunks "
+                "meet; leave one of them out"
+            )
         models = gradient.model if isinstance(gradient.model, list | tuple) else [gradient.model]
         modules = {
             f"{number}.{path}" if len(models) > 1 else path: module

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.batching.inside_samples import OVERLAP, Chunk, LongSample, check_chunks, cut, find_chunks
@@ -13,12 +14,23 @@ from megabatch.batching.samples import Batch, Collate, Deferred, Length, Microba
 from megabatch.batching.tree import to_device
 from megabatch.engine import random_state
 from megabatch.engine.call import MicrobatchPlanner, MicrobatchStep, PreparedBatch, weights_of
+from megabatch.engine.ownership import ByLoss
 from megabatch.errors import LossContractError, PlanError
-from megabatch.losses.contract import WEIGHT_TOLERANCE, LossFunction, LossHooks, Prepare, Weigh, takes_divisor, weigh_of
+from megabatch.losses.contract import (
+    WEIGHT_TOLERANCE,
+    LossFunction,
+    LossHooks,
+    Prepare,
+    Weigh,
+    takes_divisor,
+    terms_of,
+    weigh_of,
+)
 from megabatch.planning.plan import Plan
 from megabatch.wrappers.base import Wrapper
 
 WRAPPERS = ("no wrapper", "DistributedDataParallel")  # whose forward without gradients can meet no other rank
+MIN_TRIAL_TOKENS = 24  # of a sample on which a new loss is tried
 LEAVE_OUT = "or leave InsideSamples out"
 
 
@@ -52,11 +64,21 @@ class ChunkedSamples(Samples):
             self.numbers += [number] * (len(pieces) - len(self.numbers))
         super().__init__(pieces, collate, length, part, pad)
         self.num_samples, self.num_tokens = len(batch), sum(lengths)
+        self.max_tokens, self._batch = max_tokens, batch
 
     def kinds(self) -> list[Hashable]:
         """Return the kind of each sample. Each chunk is of a kind of its own."""
         kinds = super().kinds() or [None] * len(self.chunks)
         return [(kind, chunk) for kind, chunk in zip(kinds, self.chunks, strict=True)]
+
+    def tail(self, chunk: Chunk, max_tokens: int) -> dict[str, Tensor]:
+        """Return the last tokens of the sample of a chunk, at most ``max_tokens`` of them."""
+        start = max(0, chunk.length - max_tokens)
+        return cut(self._batch[chunk.sample], chunk._replace(start=start, stop=chunk.length))
+
+    def collated(self, sample: Mapping[str, Tensor]) -> Microbatch:
+        """Return one sample as a microbatch, which the loss is given."""
+        return Samples([sample], self._collate, self._length, self._part, self._pad).take([0])
 
     def take(self, indices: Sequence[int]) -> Microbatch:
         """Collate the samples at ``indices``, as `Samples.take`."""
@@ -79,6 +101,7 @@ class ChunkPlanner(MicrobatchPlanner):
     """Splits short samples as its parent does, and each long sample into chunks."""
 
     fills_up: ClassVar[bool] = False
+    tried: ByLoss[bool] = field(default_factory=ByLoss[bool], compare=False)  # losses that add up over chunks
 
     def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
         """Return the batch as samples, with the long ones in chunks."""
@@ -163,6 +186,8 @@ class ChunkPlanner(MicrobatchPlanner):
         runner = _ChunkRunner(samples, loss_fn, wrapper)
         samples.is_running = True
         try:
+            if self.tried.get(loss_fn) is None and runner.check_sums():
+                self.tried.set(loss_fn, True)
             for step in steps:
                 rows = prepared.rows(step.index)
                 chunk = None if step.is_dummy else samples.chunks[rows[0]]
@@ -186,6 +211,60 @@ class _ChunkRunner:
         self._sample: LongSample | None = None
         self._random: dict[int, random_state.RandomState] = {}  # before the forward of each chunk
         self._random_after: random_state.RandomState | None = None
+
+    @torch.no_grad()
+    def check_sums(self) -> bool:
+        """Compare the totals of a short sample with the sums over its chunks. Return False if it has no weight.
+
+        The short sample is the end of a long one. Raises `LossContractError` for a loss that needs all tokens at once.
+        """
+        chunk = next(chunk for chunk in self._samples.chunks if chunk is not None and chunk.is_last)
+        sample = self._samples.tail(chunk, max(MIN_TRIAL_TOKENS, self._samples.max_tokens))
+        length = len(next(iter(sample.values())))
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        counting, self._wrapper.is_counting = self._wrapper.is_counting, False
+        try:
+            with random_state.replay(random_state.note(self._wrapper.device)):
+                whole = terms_of(self._loss_fn(self._model, self._collate(sample)))
+                pieces = [terms_of(term) for term in self._run_forward(sample, length)]
+        finally:
+            self._wrapper.is_counting = counting
+            for module, mode in modes.items():
+                module.training = mode
+        for name, (total, weight) in whole.items():
+            for what, number, parts in (
+                ("total", total, [piece[name].total for piece in pieces]),
+                ("weight", weight, [piece[name].weight for piece in pieces]),
+            ):
+                added, scale = sum(map(float, parts)), sum(abs(float(part)) for part in parts) + abs(float(number))
+                if abs(added - float(number)) > self._tolerance * scale:
+                    raise LossContractError(
+                        f"the {what} {name!r} of {length} tokens is {float(number):.6g}, and that of their chunks adds "
+                        f"up to {added:.6g}: the loss needs all tokens of a sample at once; give a loss that is "
+                        f"a sum over tokens, {LEAVE_OUT}"
+                    )
+        return any(float(weight) for _, weight in whole.values())
+
+    @property
+    def _tolerance(self) -> float:
+        """The largest relative difference that rounding makes between a sum and the sum of its parts."""
+        dtypes = {parameter.dtype for parameter in self._model.parameters()}
+        return 1e-5 if dtypes <= {torch.float32, torch.float64} else 2e-2
+
+    def _run_forward(self, sample: Mapping[str, Tensor], length: int) -> Generator[Any]:
+        """Yield what the loss returns for each of three chunks of a sample."""
+        chunks = find_chunks(0, length, -(-length // 3) + OVERLAP)
+        kept = LongSample(chunks[0])
+        with kept.watched(self._model):
+            for chunk in chunks:
+                kept.enter(chunk)
+                yield self._loss_fn(self._model, self._collate(cut(sample, chunk)))
+                kept.check_forward()
+
+    def _collate(self, sample: Mapping[str, Tensor]) -> Microbatch:
+        microbatch = self._samples.collated(sample)
+        return self._samples.owned(microbatch, to_device(microbatch, self._wrapper.device))
 
     def run(self, step: MicrobatchStep, chunk: Chunk, row: int) -> Generator[MicrobatchStep]:
         """Yield the step of one chunk, whose forward and backward the caller runs."""
@@ -211,6 +290,7 @@ class _ChunkRunner:
     def _keep_earlier(self, last: Chunk, row: int) -> None:
         """Run the chunks before the last one forward, which keeps their keys and values."""
         sample = cast(LongSample, self._sample)
+        counting, self._wrapper.is_counting = self._wrapper.is_counting, False
         with sample.watched(self._model):
             # Row after row lies the chunk before it.
             for earlier_row in range(row + last.number, row, -1):
@@ -221,6 +301,7 @@ class _ChunkRunner:
                 sample.enter(chunk)
                 self._loss_fn(self._model, moved)
                 sample.check_forward()
+        self._wrapper.is_counting = counting
 
 
 def check_settings(wrapper: Wrapper, max_microbatch_tokens: int | None, others: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses
+from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, experts, loss, losses
 from megabatch.batching import Deferred, InsideSamples, inside_samples
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.launch import of_ranks
@@ -233,7 +233,14 @@ def of_another_model(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
     return total, (microbatch["labels"][:, 1:] != -100).sum()
 
 
+def of_the_sequence(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    total, weight = losses.next_token(model, microbatch)
+    return (total / weight.clamp(min=1)).exp() * weight, weight  # a ratio of whole sequences, as of GSPO
+
+
 LOSSES: dict[str, tuple[Any, str]] = {
+    "of the sequence": (weighing(of_the_sequence), "needs all tokens of a sample at once"),
+    "balance per sequence": (experts.next_token_with_balance(0.1, top_k=1), "in its chunks"),
     "another model": (weighing(of_another_model), "does not call the model"),
     "unshifted": (loss(weigh=lambda microbatch: (microbatch["labels"] != -100).sum())(unshifted), "in its chunks"),
     "called twice": (weighing(called_twice), "call the model once"),
@@ -291,6 +298,11 @@ def recomputing() -> nn.Module:
     model = tiny()
     model.gradient_checkpointing_enable()
     return model
+
+
+def test_a_bias_of_experts_is_refused() -> None:
+    with pytest.raises(PlanError, match="a token twice where two chunks meet"):
+        experts.ExpertBias(accumulator(tiny("deepseek_v3").float()))
 
 
 def test_evaluate_and_forward_say_that_they_do_not_cut() -> None:
