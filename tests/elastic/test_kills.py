@@ -48,7 +48,8 @@ def test_the_result_is_of_kills_and_damages_of_each_kind() -> None:
     assert result["kills"] >= 100
     assert result["inside_saves"] >= 20
     assert 0 < result["of_one_rank"] < result["kills"]
-    assert set(result["damages"]) == {kills.CHECKPOINTS, *kills.BESIDE}
+    # The result may have kinds of files that runs no longer write.
+    assert set(result["damages"]) >= {kills.CHECKPOINTS, *kills.BESIDE}
     assert min(result["damages"].values()) >= 20
     alone = [each for each in result["runs"] if len(each["sizes"]) == 1]
     assert {tuple(each["sizes"]) for each in alone} == {(1,), (2,), (3,)}

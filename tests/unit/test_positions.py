@@ -250,13 +250,13 @@ def count_job(job: str) -> list[int]:
     return counts
 
 
-counts = of_ranks("tests.unit.test_positions:count_job", [f"{wrap}:2:" for wrap in WRAPS])
 # A group counts each message twice. A call begins with one, finalize has one, and an evaluation has both. The others
 # are the wrapper's: layouts and gradients of two parameters, buckets and their order, what FSDP2 gathers and reduces.
 EXPECTED = {"plain": [2, 6, 4], "ddp": [8, 2, 4], "fsdp2": [6, 2, 8]}
+counts = of_ranks("tests.unit.test_positions:count_job", [f"{wrap}:2:" for wrap in EXPECTED])
 
 
-@pytest.mark.parametrize("wrap", list(WRAPS))
+@pytest.mark.parametrize("wrap", EXPECTED)
 def test_positions_take_no_message_of_their_own(counts, wrap: str) -> None:
     for found in counts(f"{wrap}:2:"):
         assert found == EXPECTED[wrap]
