@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megabatch.batching.padding import MASK, is_causal, with_config
+from megabatch.batching.padding import MASK, POSITIONS, is_causal, with_config
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.torch_private import is_compiled, original_of
 
 OVERLAP = 1  # a chunk ends with the token that its last position predicts, whose own loss the next chunk counts
 TRIAL_TOKENS, TRIAL_CHUNK = 12, 5
+# Rotary positions whose frequencies follow the longest position that a forward sees: a chunk sees a shorter one.
+ROPE_BY_LENGTH = {"dynamic", "longrope"}
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -78,6 +80,11 @@ def cut(sample: Mapping[str, Any], chunk: Chunk) -> dict[str, Tensor]:
             raise PlanError(
                 f"sample {chunk.sample} is cut into chunks and {name!r} hides some of its tokens; cut these tokens "
                 "away, or raise max_microbatch_tokens"
+            )
+        if name.endswith(POSITIONS) and not bool((tensor.diff(dim=0) == 1).all()):
+            raise PlanError(
+                f"sample {chunk.sample} is cut into chunks and {name!r} does not count on by 1, as where documents are "
+                "packed in one sample; give each document as a sample, or raise max_microbatch_tokens"
             )
         pieces[name] = tensor[chunk.start : chunk.stop + OVERLAP]
     return pieces
@@ -261,6 +268,11 @@ def check_chunks(models: Sequence[nn.Module], device: torch.device) -> None:
             "the model recomputes activations (gradient_checkpointing_enable), with which transformers keeps no keys "
             "and values; turn it off, a chunk takes less memory than a whole sample"
         )
+    elif changing := ROPE_BY_LENGTH.intersection(_find_rope_types(inner.config)):
+        reason = (
+            f"the model has rotary positions of the type {min(changing)!r}, which depend on the length of the sample; "
+            "give a model of another type"
+        )
     elif not is_causal(inner, with_experts=True):
         reason = "the model is not known to be causal, and earlier tokens would read later ones; give a causal model"
     if reason is None:
@@ -272,6 +284,15 @@ def check_chunks(models: Sequence[nn.Module], device: torch.device) -> None:
             reason = f"the model does not run in chunks ({in_one_line(error)}); give one that keeps keys and values"
     if reason is not None:
         raise PlanError(f"InsideSamples is given and {reason}, or leave InsideSamples out")
+
+
+def _find_rope_types(config: Any) -> set[str]:
+    """Return the types of rotary positions that a config, or its text part, names."""
+    configs = [config, *(value for value in vars(config).values() if hasattr(value, "rope_parameters"))]
+    settings = [getattr(each, "rope_parameters", None) or {} for each in configs]
+    # Some configs have one entry for each type of layer.
+    entries = [entry for setting in settings for entry in (setting, *setting.values()) if isinstance(entry, dict)]
+    return {str(entry.get("rope_type")) for entry in entries}
 
 
 def _describe_difference(model: nn.Module, device: torch.device) -> str | None:

@@ -266,6 +266,10 @@ def hidden(samples: list[Sample]) -> Any:
 BATCHES: dict[str, tuple[Callable[[list[Sample]], Any], str]] = {
     "a mask": (hidden, "hides some of its tokens"),
     "no dim of tokens": (lambda given: [sample | {"reward": torch.tensor(1.0)} for sample in given], "cannot be cut"),
+    "packed documents": (
+        lambda given: [sample | {"position_ids": torch.arange(len(sample["labels"])) % 7} for sample in given],
+        "does not count on by 1",
+    ),
     "deferred": (lambda given: Deferred(given.__getitem__, LENGTHS), "not loaded yet"),
     "more than positions": (lambda _: texts((300,)), "128 positions"),
 }
@@ -287,6 +291,10 @@ def test_settings_that_do_not_go_with_it_are_refused() -> None:
         "same_bits=": (lambda: tiny().float(), {"same_bits": True}),
         "is compiled": (lambda: torch.compile(tiny()), {}),  # pyright: ignore
         "recomputes activations": (recomputing, {}),
+        "of the type 'dynamic'": (
+            lambda: tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            {},
+        ),
         "several models": (lambda: [tiny(), tiny()], {}),  # pyright: ignore
     }
     for why, (make, options) in cases.items():
