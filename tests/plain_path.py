@@ -1,23 +1,27 @@
-"""The path of a plain update: its tests of optional features, and the share that it runs of the files it opens.
+"""The path of a plain update: its tests of optional features, the share that runs of its files, and its lines.
 
-`python -m tests.plain_path` prints both. An update is two calls of `forward_backward` and a `finalize` with a clip, on
-a small Llama without a wrapper. A first update runs before, so checks of a new model and a new loss are not counted.
+`python -m tests.plain_path` prints all three. An update is two calls of `forward_backward` and a `finalize` with a
+clip, on a small Llama without a wrapper. A first update runs before, so checks of a new model and a new loss are not
+counted.
 
 feature tests     `if` statements and conditional expressions that ask for an optional feature, in the functions that
                   the update enters. A feature is an option of the accumulator, a wrapper or a batching by name.
 executed share    statements that run, of all statements in the functions of the files that the update enters
+lines             lines of the library that run for one more microbatch of a call: the host's work, counted
 """
 
 import ast
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megabatch
@@ -72,12 +76,8 @@ class PlainPath:
 
 def trace_plain_update() -> PlainPath:
     """Run a plain update and note every line of the library that it enters."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    batch = [{"input_ids": torch.arange(length), "labels": torch.arange(length)} for length in LENGTHS]
-    gradient = GradientAccumulator(LlamaForCausalLM(config), micro_batch_size=2)
+    batch = _samples(LENGTHS)
+    gradient = GradientAccumulator(_model(), micro_batch_size=2)
 
     def update() -> None:
         gradient.forward_backward(batch[:2], losses.next_token)
@@ -86,20 +86,54 @@ def trace_plain_update() -> PlainPath:
 
     update()
     lines: dict[CodeType, set[int]] = {}
+    _trace(update, lambda frame: lines.setdefault(frame.f_code, set()).add(frame.f_lineno))
+    return PlainPath(lines)
 
-    def note(frame: Any, event: str, _: object) -> Any:
+
+def count_lines_per_microbatch() -> int:
+    """Return the lines of the library that run for one more microbatch of a call."""
+    gradient = GradientAccumulator(_model(), micro_batch_size=1)
+    gradient.forward_backward(_samples((8,)), losses.next_token)  # which checks a new loss
+    gradient.discard()
+    counts: list[int] = []
+    for num_microbatches in (2, 3):
+        batch, ran = _samples((8,) * num_microbatches), list[None]()
+        _trace(
+            lambda batch=batch: gradient.forward_backward(batch, losses.next_token), lambda _, ran=ran: ran.append(None)
+        )
+        gradient.discard()
+        counts.append(len(ran))
+    return counts[1] - counts[0]
+
+
+def _model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _samples(lengths: Sequence[int]) -> list[dict[str, Tensor]]:
+    return [{"input_ids": torch.arange(length), "labels": torch.arange(length)} for length in lengths]
+
+
+def _trace(run: Callable[[], object], note_line: Callable[[FrameType], object]) -> None:
+    """Call ``note_line`` for each line of the library that ``run`` executes."""
+
+    def note(frame: FrameType, event: str, _: object) -> Any:
         if not frame.f_code.co_filename.startswith(str(ROOT)):
             return None
-        lines.setdefault(frame.f_code, set()).add(frame.f_lineno)
+        if event == "line":
+            note_line(frame)
         return note
 
     before = sys.gettrace()
     sys.settrace(note)
     try:
-        update()
+        run()
     finally:
         sys.settrace(before)
-    return PlainPath(lines)
 
 
 @cache
@@ -157,7 +191,8 @@ def main() -> None:
     for name, (ran, statements) in sorted(path.executed().items()):
         print(f"{ran:5} of {statements:5} statements  {name}")
     print(
-        f"{len(tests)} feature tests; {path.executed_share():.1%} of the statements of {len(path.executed())} files run"
+        f"{len(tests)} feature tests; {path.executed_share():.1%} of the statements of {len(path.executed())} files "
+        f"run; {count_lines_per_microbatch()} lines a microbatch"
     )
 
 

@@ -1,9 +1,10 @@
-"""The plain path knows few features, and runs much of the files that it opens. Both numbers only improve."""
+"""The plain path knows few features, runs much of the files that it opens, and few lines. The numbers only improve."""
 
-from tests.plain_path import trace_plain_update
+from tests.plain_path import count_lines_per_microbatch, trace_plain_update
 
 MOST_FEATURE_TESTS = 55
-LEAST_EXECUTED_SHARE = 0.220
+LEAST_EXECUTED_SHARE = 0.221
+MOST_LINES_PER_MICROBATCH = 365  # with Python 3.11
 
 
 def test_the_plain_path_asks_for_no_more_features() -> None:
@@ -14,3 +15,7 @@ def test_the_plain_path_asks_for_no_more_features() -> None:
 def test_the_plain_path_runs_more_of_what_it_opens() -> None:
     share = trace_plain_update().executed_share()
     assert share >= LEAST_EXECUTED_SHARE, f"{share:.3f}: python -m tests.plain_path"
+
+
+def test_a_microbatch_runs_no_more_lines() -> None:
+    assert count_lines_per_microbatch() <= MOST_LINES_PER_MICROBATCH, "python -m tests.plain_path"
