@@ -30,7 +30,7 @@ from benchmarks.published_runs import (
     recipe_of,
     summary,
 )
-from megabatch import GradientAccumulator, MegabatchError
+from megabatch import GradientAccumulator, MegabatchError, UpdateSampler
 from megabatch.simulate import device_named, extend
 from megabatch.train.cli.arguments import Plan, options_of
 from megabatch.train.config import Config, ModelConfig, ParallelConfig
@@ -662,7 +662,10 @@ def test_without_a_length_the_data_are_read(bench: Bench, capsys: pytest.Capture
     assert {row.microbatch_tokens // row.choice.micro_batch_size for row in others} == {136}
     capsys.readouterr()
     plan(bench.recipe, arguments(**values))
-    assert "; time by 4 updates of " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "; time by 4 updates of " in out
+    assert "\ndealing: " in out
+    assert "% of the computed tokens are padding" in out
     what = subject(bench.recipe, device="cpu", **values)
     choice = next(each for each in what.grid.choices() if each.micro_batch_size == 1)
     assert choice.fill < 1
@@ -772,6 +775,22 @@ def test_samples_in_one_row_are_not_padded() -> None:
     )
     assert lengths.split(Limit(4), 1)[:2] == (2, pytest.approx(160 / (2 * 4 * 90)))
     assert lengths.num_tokens == 160
+    assert lengths.balance(Limit(1, 90), 2) == (0, 120 / 80)
+
+
+def test_padding_and_the_busiest_rank_are_those_of_a_run() -> None:
+    lengths = UpdateLengths((RAGGED,), max(RAGGED), one_row=False)
+    padding, busiest = lengths.balance(Limit(3, 60), 2)
+    computed: list[int] = []
+    for rank in range(2):
+        sampler = UpdateSampler(
+            RAGGED, global_batch_size=len(RAGGED), max_microbatch_tokens=60, dp_rank=rank, dp_degree=2
+        )
+        share = [{"x": torch.zeros(RAGGED[sample])} for sample in next(iter(sampler))]
+        gradient = GradientAccumulator(torch.nn.Linear(1, 1), max_microbatch_tokens=60)
+        computed.append(gradient.plan(share).padded_tokens)
+    assert padding == pytest.approx(1 - sum(RAGGED) / sum(computed), abs=0.05)  # a run may cut a rank's share finer
+    assert busiest == pytest.approx(max(computed) * 2 / sum(RAGGED), abs=0.05)
 
 
 def test_a_larger_microbatch_that_pads_more_may_take_longer() -> None:

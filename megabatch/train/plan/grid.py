@@ -42,6 +42,11 @@ class Choice:
     limit_tokens: int | None = None  # of a microbatch; None: samples limit it
 
     @property
+    def limit(self) -> "Limit":
+        """The limit of a microbatch."""
+        return Limit(self.micro_batch_size, self.limit_tokens)
+
+    @property
     def largest_step(self) -> "Choice":
         """The same choice with the microbatches that a pipeline runs together, which its memory depends on."""
         return replace(self, num_microbatches=self.num_together, num_together=0) if self.num_together else self
@@ -112,6 +117,13 @@ class Split(NamedTuple):
     bubbles: float = 1.0  # of a pipeline: idle time of all its steps, divided by that of one step of mean microbatches
 
 
+class Balance(NamedTuple):
+    """How evenly an update is dealt over data ranks, on average over a few updates."""
+
+    padding: float  # fraction of the computed tokens of all ranks that are padding, in [0, 1)
+    busiest_over_ideal: float  # tokens that the busiest rank computes, by an even share without padding
+
+
 @dataclass(frozen=True)
 class UpdateLengths:
     """Lengths of the samples of a few updates, and how a recipe splits them."""
@@ -135,6 +147,15 @@ class UpdateLengths:
         found = [self._count_microbatches(ranks, limit) for ranks in shares]
         num_microbatches = max(1, round(mean(num for num, _ in found)))
         return Split(num_microbatches, mean(tokens for _, tokens in found) / (num_microbatches * most_tokens))
+
+    def balance(self, limit: Limit, dp_degree: int) -> Balance:
+        """Return how evenly an update is dealt over the data ranks."""
+        updates: list[list[int]] = []  # computed tokens of each rank
+        for lengths in self.updates:
+            ranks = self._deal(lengths, limit, dp_degree)
+            updates.append([rank.num_tokens if self.one_row else rank.padded_tokens for rank in ranks])
+        padding = 1 - self.num_tokens / mean(map(sum, updates))
+        return Balance(padding, mean(map(max, updates)) * dp_degree / self.num_tokens)
 
     def _deal(self, lengths: Sequence[int], limit: Limit, dp_degree: int) -> list[Plan]:
         """Return each rank's plan, dealt as a run deals: samples that lie in one row are dealt one by one."""

@@ -61,7 +61,7 @@ def plan_recipe(recipe: Path, request: PlanRequest) -> list[PlanRow]:
         rich = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
         rich.print(_heading(simulators, request), markup=False)
         rich.print(_table(rows, has_layouts=request.layouts), soft_wrap=False)
-        rich.print("\n".join([*left_out, _conclusion(rows, config, request, recipe)]), markup=False)
+        rich.print("\n".join([*left_out, _conclusion(rows, simulators[0], request, recipe)]), markup=False)
     if request.chart is not None:
         _draw(request, rows[0], recipe)
     return rows
@@ -169,7 +169,7 @@ def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
     ]
 
 
-def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, recipe: Path) -> str:
+def _conclusion(rows: Sequence[PlanRow], simulator: Simulator, request: PlanRequest, recipe: Path) -> str:
     """Return the keys of the best row, the command that runs it and why the next row loses; or that nothing fits."""
     shown = _best_of_layouts(rows) if request.layouts else _shown(rows)
     num_hidden = len(rows) - len(shown)
@@ -193,8 +193,24 @@ def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, r
         lines += [f"{number}. {_name(row, request)}: {_why_not(row, best)}" for number, row in enumerate(shown[1:], 2)]
     elif others:
         lines.append(f"runner-up: {_name(others[0], request)}: {_why_not(others[0], best)}")
-    keys = keys_of(best, config)
+    if not request.layouts:
+        lines += _balance_lines(best, simulator)
+    keys = keys_of(best, simulator.config)
     return "\n".join([*lines, "", tomli_w.dumps(keys).rstrip(), "", f"or: {command_line(keys, recipe, request)}"])
+
+
+def _balance_lines(best: PlanRow, simulator: Simulator) -> list[str]:
+    """Return a line about padding and the busiest rank, where the lengths of the samples are known."""
+    grid = simulator.grid
+    if grid.lengths is None or simulator.config.parallel.pp > 1:
+        return []
+    padding, busiest = grid.lengths.balance(best.choice.limit, grid.dp_degree)
+    if grid.dp_degree == 1:
+        return [f"dealing: {padding:.1%} of the computed tokens are padding"]
+    return [
+        f"dealing: {padding:.1%} of the computed tokens are padding; the busiest of {grid.dp_degree} data ranks "
+        f"computes {busiest:.2f} times an even share without padding"
+    ]
 
 
 def _name(row: PlanRow, request: PlanRequest) -> str:
