@@ -1,1 +1,1 @@
-"""A run's page: read from the run's folder, written as one file or served."""
+"""A run's page: read from the run's folder, written as one file."""
