@@ -12,7 +12,7 @@ from megabatch.torch_private import count_writes
 
 
 class EarlyPreparation:
-    """What a thread prepares of a batch. The thread ends with its work."""
+    """The preparation of a batch in a thread, which ends with its work."""
 
     def __init__(self, tensors: list[Tensor], prepare: Callable[[], Any], settings: object) -> None:
         self._tensors, self._writes = tensors, list(map(count_writes, tensors))

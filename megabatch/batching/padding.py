@@ -385,7 +385,7 @@ def _joined_keys(columns: Mapping[str, list[Tensor]]) -> set[str]:
 
 
 class RunningMicrobatch(NamedTuple):
-    """What is padded in a microbatch. Tensors that a model may read are (rows, tokens, True for floating point)."""
+    """The padding of a microbatch. Tensors that a model may read are (rows, tokens, True for floating point)."""
 
     lengths: dict[str, list[int]]  # of samples, by padded key
     padded: set[Form]

@@ -17,16 +17,23 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
         Matrices [out, in], and the rest, each in the model's order.
     """
     modules = list(model.modules())
-    outside = [each for each in modules if isinstance(each, nn.Embedding)]
+    outside = [module for module in modules if isinstance(module, nn.Embedding)]
     base = getattr(model, "base_model", None)
     if isinstance(base, nn.Module):
-        inside = {id(each) for each in base.modules()}
-        outside += [each for each in modules if id(each) not in inside]
+        inside = {id(module) for module in base.modules()}
+        outside += [module for module in modules if id(module) not in inside]
     else:
-        with_matrix = [each for each in modules if any(one.ndim == 2 for one in each.parameters(recurse=False))]
-        outside += with_matrix[-1:]
-    left = {id(each) for module in outside for each in module.parameters(recurse=False)}
-    trained = [each for each in model.parameters() if each.requires_grad]
-    matrices = [each for each in trained if each.ndim == 2 and id(each) not in left]
-    taken = {id(each) for each in matrices}
-    return matrices, [each for each in trained if id(each) not in taken]
+        outside += list(filter(_has_matrix, modules))[-1:]
+    excluded = {id(parameter) for module in outside for parameter in module.parameters(recurse=False)}
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        is_hidden_matrix = parameter.ndim == 2 and id(parameter) not in excluded
+        (matrices if is_hidden_matrix else others).append(parameter)
+    return matrices, others
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))

@@ -167,10 +167,10 @@ def _counted_text(audit: Audit) -> str:
 def _ranks_text(updates: Sequence[UpdateFindings]) -> str:
     if updates[0].world == 1:
         return "one"
-    complete = all(len({rank for rank, _ in each.microbatches}) == each.world for each in updates)
+    complete = all(len({rank for rank, _ in update.microbatches}) == update.world for update in updates)
     sizes = [
-        sum(record.num_targets for rank, record in updates[0].microbatches if rank == each)
-        for each in range(updates[0].world)
+        sum(record.num_targets for owner, record in updates[0].microbatches if owner == rank)
+        for rank in range(updates[0].world)
     ]
     shown = f"targets by rank {', '.join(map(str, sizes[:8]))} in update 1"
     if not complete:
