@@ -60,6 +60,7 @@ ELSEWHERE = {  # parts of errors that other tests provoke
     "so that it is not elementwise;": "tests/unit/test_low_bits.py",
     "InsideSamples": "tests/exact/test_inside_samples.py",
     " cut into chunks and ": "tests/exact/test_inside_samples.py",
+    "cut into other chunks": "tests/exact/test_inside_samples.py",
     "which cannot be cut along them": "tests/exact/test_inside_samples.py",
     "is not of an audit": "tests/unit/test_audit.py",
     "is not known; give token, sample, sequence or any": "tests/unit/test_audit.py",

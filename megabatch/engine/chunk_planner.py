@@ -135,6 +135,13 @@ class ChunkPlanner(MicrobatchPlanner):
         others = [rows for rows in plan.microbatches if samples.chunks[rows[0]] is None]
         return replace(plan, microbatches=(*sorted(chunks), *others), samples=tuple(samples.numbers))
 
+    def fitted(self, plan: Plan, samples: Samples) -> Plan:
+        """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
+        fitted = super().fitted(plan, samples)
+        if isinstance(samples, ChunkedSamples) and plan.samples != tuple(samples.numbers):
+            raise PlanError("plan is of samples that are cut into other chunks; give last_plan of the same samples")
+        return fitted
+
     def is_repeatable(self, hooks: LossHooks) -> bool:
         """Return False: chunks are cut in the call."""
         return False
@@ -149,19 +156,22 @@ class ChunkPlanner(MicrobatchPlanner):
     def _check_weights(
         self, batch: Batch, samples: ChunkedSamples, weights: Sequence[Mapping[str, float]], hooks: LossHooks
     ) -> None:
-        """Raise `LossContractError` where the weights of the first long sample's chunks are not that of the sample."""
-        weigh = cast(Weigh, hooks.weigh)
-        chunk = next(chunk for chunk in samples.chunks if chunk is not None)
-        whole = weights_of(weigh, super().samples(batch, hooks.prepare).take([chunk.sample]))
-        for name, weight in whole.items():
-            # Chunks are the first microbatches, and those of the first long sample come first.
-            added = sum(weights[index][name] for index in range(chunk.number + 1))
-            if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
-                raise LossContractError(
-                    f"weigh counts {weight:.10g} in sample {chunk.sample} and {added:.10g} in its chunks, which "
-                    "overlap by one token; count next-token targets under InsideSamples, labels[:, 1:] or "
-                    f"shift_labels, {LEAVE_OUT}"
-                )
+        """Raise `LossContractError` where the weights of a long sample's chunks are not that of the sample."""
+        weigh, uncut = cast(Weigh, hooks.weigh), super().samples(batch, hooks.prepare)
+        start = 0  # chunks are the first microbatches, sample after sample
+        for chunk in samples.chunks:
+            if chunk is None or not chunk.is_last:
+                continue
+            stop = start + chunk.number + 1
+            for name, weight in weights_of(weigh, uncut.take([chunk.sample])).items():
+                added = sum(weights[index][name] for index in range(start, stop))
+                if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
+                    raise LossContractError(
+                        f"weigh counts {weight:.10g} in sample {chunk.sample} and {added:.10g} in its chunks, which "
+                        "overlap by one token; count next-token targets under InsideSamples, labels[:, 1:] or "
+                        f"shift_labels, {LEAVE_OUT}"
+                    )
+            start = stop
 
     def check_call(self, wrapper: Wrapper, plan: Plan, loss_fn: object) -> None:
         """Raise `PlanError` for a loss that cannot run in chunks."""

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned
+from megabatch.errors import LossContractError
 from megabatch.losses.contract import WEIGHT_TOLERANCE, LossHooks
 from megabatch.planning.finer_cut import split_into
 from megabatch.planning.plan import CostModel, priced
@@ -28,7 +29,10 @@ def fill_up(
     if cost is not None:
         plan = priced(plan, cost)
     weigh = None if hooks.weigh is None else planner.weigh_own(hooks.weigh)
-    filled = collate_planned(samples, plan, weigh)
+    try:
+        filled = collate_planned(samples, plan, weigh)
+    except LossContractError:  # terms that only some samples have: this rank alone would raise
+        return prepared, agreement
     for name, announced in prepared.weight_sums.items():
         if not math.isclose(filled.weight_sums.get(name, math.nan), announced, rel_tol=WEIGHT_TOLERANCE):
             return prepared, agreement
@@ -42,7 +46,7 @@ def _can_cut_again(planner: MicrobatchPlanner, prepared: PreparedBatch, hooks: L
         return False
     if not plan.padded or plan.shared or prepared.samples.deferred is not None:
         return False
-    return hooks.weigh is None or planner.is_repeatable(hooks)
+    return planner.is_repeatable(hooks)
 
 
 def _is_static(planner: MicrobatchPlanner, prepared: PreparedBatch, wrapper: Wrapper) -> bool:

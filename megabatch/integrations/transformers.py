@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from itertools import chain, islice
@@ -589,17 +590,39 @@ class MegabatchTrainer(Trainer):
 
     def _dealer(self) -> "Callable[[list[int]], np.ndarray] | None":
         """Return a function that deals an update by length. None where no length is known without reading samples."""
-        args, dataset, tokens = self.args, cast(Any, self.train_dataset), self._max_microbatch_tokens
+        args, tokens = self.args, self._max_microbatch_tokens
         if args.world_size == 1 or isinstance(tokens, str):  # "auto" is measured after the first update is dealt
             return None
-        if args.length_column_name in (getattr(dataset, "column_names", None) or ()):
-            lengths = np.asarray(dataset[args.length_column_name], dtype=np.int64)
-        elif isinstance(dataset, list):
-            lengths = np.asarray(list(map(self._length, dataset)), dtype=np.int64)
-        else:
+        lengths = self._known_lengths()
+        if not self._is_same_on_all_ranks(lengths) or lengths is None:
             return None
         rows = args.per_device_train_batch_size if tokens is None else None
         return lambda ids: deal(lengths[ids], args.world_size, max_rows=rows, max_tokens=tokens)
+
+    def _known_lengths(self) -> "np.ndarray | None":
+        """Return the tokens of each sample, from a column or a list of tokens. None where they are not counted."""
+        dataset, column = cast(Any, self.train_dataset), self.args.length_column_name
+        try:
+            if column in (getattr(dataset, "column_names", None) or ()):
+                lengths = np.asarray(dataset[column], dtype=np.int64)
+            elif isinstance(dataset, list):
+                lengths = np.asarray(list(map(self._cheap_length, dataset)), dtype=np.int64)
+            else:
+                return None
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+            return None
+        return lengths if lengths.ndim == 1 and lengths.min(initial=0) >= 0 else None
+
+    def _cheap_length(self, sample: Any) -> int:
+        """Count the tokens of a sample without its collator, which may be slow or draw random numbers."""
+        return int(self._given_length(sample)) if self._given_length is not None else len(sample[self._input_name])
+
+    def _is_same_on_all_ranks(self, lengths: "np.ndarray | None") -> bool:
+        """Return True if all ranks have the same lengths, and so deal alike. Collective."""
+        checksums: list[Any] = [None] * self.args.world_size
+        mine = None if lengths is None else zlib.crc32(lengths.tobytes())
+        torch.distributed.all_gather_object(checksums, mine)
+        return len(set(checksums)) == 1
 
     @property
     def _input_name(self) -> str:

@@ -259,6 +259,24 @@ def test_a_loss_that_chunks_would_change_is_refused(name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_the_weights_of_every_long_sample_are_compared() -> None:
+    """The first sample has no target where chunks meet, and the second has them everywhere."""
+    shifted = [{"input_ids": sample["input_ids"], "labels": sample["input_ids"].clone()} for sample in texts((30, 30))]
+    shifted[0]["labels"][:29] = -100
+    count = loss(weigh=lambda microbatch: (microbatch["labels"] != -100).sum())
+    with pytest.raises(LossContractError, match="in sample 1 and"):
+        run(tiny(), shifted, count(unshifted))
+
+
+def test_a_plan_of_other_chunks_is_refused() -> None:
+    gradient = accumulator(tiny(), 24)
+    lengths = gradient.plan(texts((40,))).lengths
+    plan = gradient.plan(texts(lengths))
+    assert plan.lengths == lengths
+    with pytest.raises(PlanError, match="cut into other chunks"):
+        gradient.forward_backward(texts((40,)), losses.next_token, plan=plan)
+
+
 def hidden(samples: list[Sample]) -> Any:
     return [sample | {"attention_mask": (torch.arange(len(sample["labels"])) > 2).long()} for sample in samples]
 
