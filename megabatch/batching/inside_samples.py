@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megabatch.batching.padding import MASK, POSITIONS, is_causal, with_config
+from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.torch_private import is_compiled, original_of
 
@@ -86,7 +87,11 @@ def cut(sample: Mapping[str, Any], chunk: Chunk) -> dict[str, Tensor]:
                 f"sample {chunk.sample} is cut into chunks and {name!r} does not count on by 1, as where documents are "
                 "packed in one sample; give each document as a sample, or raise max_microbatch_tokens"
             )
-        pieces[name] = tensor[chunk.start : chunk.stop + OVERLAP]
+        piece = tensor[chunk.start : chunk.stop + OVERLAP]
+        if name == "shift_labels" and not chunk.is_last:
+            # The target of the token that both chunks hold belongs to the next one.
+            piece = torch.cat([piece[:-OVERLAP], torch.full_like(piece[-OVERLAP:], IGNORED_LABEL)])
+        pieces[name] = piece
     return pieces
 
 
@@ -98,11 +103,19 @@ class KeptTensor:
         self.values: Tensor | None = None  # [B, heads, T, D]
         self.gradient: Tensor | None = None  # [B, heads, T, D]
 
-    def write(self, start: int, values: Tensor) -> Tensor:
-        """Keep the values of a chunk. Return those of all tokens up to its end, [B, heads, stop, D]."""
+    def write(self, start: int, values: Tensor, *, is_again: bool) -> Tensor:
+        """Keep the values of a chunk. Return those of all tokens up to its end, [B, heads, stop, D].
+
+        Raises `LossContractError` if a second forward of the chunk, ``is_again``, has other values.
+        """
         stop = start + values.shape[-2]
         if self.values is None:
             self.values = values.new_empty(*values.shape[:-2], self._length, values.shape[-1])
+        if is_again and not torch.equal(self.values[..., start:stop, :], values):
+            raise LossContractError(
+                "a sample is cut into chunks and the loss calls the model twice with other keys and values, as where "
+                "an adapter is disabled for a reference; let the loss call the model once"
+            )
         self.values[..., start:stop, :] = values
         # No view: autograd would take the same numbers, written again by a second forward, for another value.
         shape, storage = (*values.shape[:-2], stop, values.shape[-1]), self.values.untyped_storage()
@@ -127,7 +140,8 @@ class _Append(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, kept: KeptTensor, running: "RunningChunk") -> Tensor:  # pyright: ignore
         ctx.kept, ctx.running, ctx.chunk = kept, running, running.chunk
-        return kept.write(running.chunk.start, values)
+        running.is_half |= values.dtype in HALF_TYPES
+        return kept.write(running.chunk.start, values, is_again=running.num_forwards > 1)
 
     @staticmethod
     @once_differentiable
@@ -142,6 +156,9 @@ class RunningChunk:
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
         self.num_forwards = 0
+        self.is_half = False  # keys are of half precision, as under autocast
+        self.has_graph = False  # keys or values carry a gradient
+        self._first_position: int | None = None
         # By number of a chunk: ids of the kept tensors that its backward has reached.
         self._received: dict[int, set[int]] = {}
 
@@ -154,8 +171,26 @@ class RunningChunk:
             )
         received.add(id(kept))
 
+    def check_inputs(self, mask: Any, positions: Any) -> None:
+        """Raise `LossContractError` for a mask that hides tokens, and for positions that begin anew."""
+        where = f"sample {self.chunk.sample} is cut into chunks and the loss gives the model"
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
+            raise LossContractError(f"{where} an attention_mask that hides tokens; give none, or raise the limit")
+        if positions is None:
+            return
+        first_position = int(positions.flatten()[0]) - self.chunk.start
+        if self._first_position is None:
+            self._first_position = first_position
+        if first_position != self._first_position or not bool((positions.diff(dim=-1) == 1).all()):
+            raise LossContractError(
+                f"{where} position_ids that begin anew inside of the sample, as those that count the tokens of a "
+                "microbatch; give none, or put position_ids into the samples"
+            )
+
     def check_backward(self) -> None:
         """Raise `LossContractError` if the backward of this chunk has left out a layer that the last chunk reached."""
+        if not self.has_graph:
+            return
         last = max(self._received, default=self.chunk.number)
         if not self._received or self._received[last] != self._received.get(self.chunk.number):
             raise LossContractError(
@@ -178,6 +213,7 @@ class LongSample:
 
         def extend(_: nn.Module, placed: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             self.running.num_forwards += 1
+            self.running.check_inputs(named.get(MASK), named.get(POSITIONS))
             if len(placed) > 1 or named.get("past_key_values") is not None:
                 raise LossContractError(
                     "a sample is cut into chunks and the loss gives the model past_key_values, or more than the tokens "
@@ -206,7 +242,10 @@ class LongSample:
 
 def inner_decoder(model: nn.Module) -> nn.Module:
     """Return the module of a transformers model that makes and reads keys and values."""
-    return cast(nn.Module, getattr(with_config(model), "base_model", with_config(model)))
+    inner: Any = with_config(model)
+    if hasattr(inner, "get_base_model"):  # of peft
+        inner = inner.get_base_model()
+    return cast(nn.Module, getattr(inner, "base_model", inner))
 
 
 def _make_cache(running: RunningChunk) -> Any:
@@ -229,6 +268,7 @@ def _make_cache(running: RunningChunk) -> Any:
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             """Return the keys and values of all tokens up to the end of the chunk, [B, heads, stop, D]."""
+            running.has_graph |= key_states.requires_grad or value_states.requires_grad
             keys: Any = _Append.apply(key_states, self._keys, running)
             values: Any = _Append.apply(value_states, self._values, running)
             return keys, values
@@ -277,7 +317,8 @@ def check_chunks(models: Sequence[nn.Module], device: torch.device) -> None:
         reason = "the model is not known to be causal, and earlier tokens would read later ones; give a causal model"
     if reason is None:
         try:
-            reason = _describe_difference(inner, device)
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                reason = _describe_difference(inner, device)
         except MegabatchError:
             raise
         except Exception as error:  # the model may raise anything
@@ -333,6 +374,7 @@ def _run_in_chunks(
             for chunk in chunks[:-1]:
                 sample.enter(chunk)
                 model(input_ids=tokens[:, chunk.start : chunk.stop + OVERLAP])
+                sample.check_forward()
         for chunk in reversed(chunks):
             sample.enter(chunk)
             logits = model(input_ids=tokens[:, chunk.start : chunk.stop + OVERLAP]).logits

@@ -1,15 +1,26 @@
 """Plan and run the chunks of samples that are longer than a microbatch: `batching.inside_samples` in a call."""
 
+import contextlib
 import math
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.inside_samples import OVERLAP, Chunk, LongSample, check_chunks, cut, find_chunks
+from megabatch.batching.inside_samples import (
+    HALF_TYPES,
+    OVERLAP,
+    Chunk,
+    LongSample,
+    check_chunks,
+    cut,
+    find_chunks,
+)
+from megabatch.batching.padding import with_config
 from megabatch.batching.samples import Batch, Collate, Deferred, Length, Microbatch, Samples
 from megabatch.batching.tree import to_device
 from megabatch.engine import random_state
@@ -21,6 +32,7 @@ from megabatch.losses.contract import (
     LossFunction,
     LossHooks,
     Prepare,
+    Term,
     Weigh,
     takes_divisor,
     terms_of,
@@ -30,7 +42,7 @@ from megabatch.planning.plan import Plan
 from megabatch.wrappers.base import Wrapper
 
 WRAPPERS = ("no wrapper", "DistributedDataParallel")  # whose forward without gradients can meet no other rank
-MIN_TRIAL_TOKENS = 24  # of a sample on which a new loss is tried
+NUM_TRIAL_TOKENS = 24  # on which a new loss is tried
 LEAVE_OUT = "or leave InsideSamples out"
 
 
@@ -64,17 +76,24 @@ class ChunkedSamples(Samples):
             self.numbers += [number] * (len(pieces) - len(self.numbers))
         super().__init__(pieces, collate, length, part, pad)
         self.num_samples, self.num_tokens = len(batch), sum(lengths)
-        self.max_tokens, self._batch = max_tokens, batch
+        self._batch = batch
 
     def kinds(self) -> list[Hashable]:
         """Return the kind of each sample. Each chunk is of a kind of its own."""
         kinds = super().kinds() or [None] * len(self.chunks)
         return [(kind, chunk) for kind, chunk in zip(kinds, self.chunks, strict=True)]
 
-    def tail(self, chunk: Chunk, max_tokens: int) -> dict[str, Tensor]:
-        """Return the last tokens of the sample of a chunk, at most ``max_tokens`` of them."""
-        start = max(0, chunk.length - max_tokens)
-        return cut(self._batch[chunk.sample], chunk._replace(start=start, stop=chunk.length))
+    def tokens_with_weight(self, weigh: Weigh, num_tokens: int) -> dict[str, Tensor] | None:
+        """Return so many tokens of a long sample, the last ones with a weight. None if none has one."""
+        for chunk in self.chunks:
+            if chunk is None or not chunk.is_last:
+                continue
+            for stop in range(chunk.length, 1, -num_tokens // 2):
+                window = chunk._replace(start=max(0, stop - num_tokens), stop=stop - OVERLAP)
+                piece = cut(self._batch[chunk.sample], window)
+                if any(weights_of(weigh, self.collated(piece)).values()):
+                    return piece
+        return None
 
     def collated(self, sample: Mapping[str, Tensor]) -> Microbatch:
         """Return one sample as a microbatch, which the loss is given."""
@@ -138,7 +157,10 @@ class ChunkPlanner(MicrobatchPlanner):
     def fitted(self, plan: Plan, samples: Samples) -> Plan:
         """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
         fitted = super().fitted(plan, samples)
-        if isinstance(samples, ChunkedSamples) and plan.samples != tuple(samples.numbers):
+        if not isinstance(samples, ChunkedSamples):
+            return fitted
+        chunks = tuple((row,) for row, chunk in enumerate(samples.chunks) if chunk is not None)
+        if plan.samples != tuple(samples.numbers) or fitted.microbatches[: len(chunks)] != chunks:
             raise PlanError("plan is of samples that are cut into other chunks; give last_plan of the same samples")
         return fitted
 
@@ -215,6 +237,7 @@ class _ChunkRunner:
 
     def __init__(self, samples: ChunkedSamples, loss_fn: LossFunction, wrapper: Wrapper) -> None:
         self._samples, self._loss_fn, self._wrapper = samples, loss_fn, wrapper
+        self._weigh = cast(Weigh, weigh_of(loss_fn))
         # DistributedDataParallel would send buffers in a forward, which other ranks do not run.
         model = wrapper.models[0]
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
@@ -222,59 +245,32 @@ class _ChunkRunner:
         self._random: dict[int, random_state.RandomState] = {}  # before the forward of each chunk
         self._random_after: random_state.RandomState | None = None
 
-    @torch.no_grad()
     def check_sums(self) -> bool:
-        """Compare the totals of a short sample with the sums over its chunks. Return False if it has no weight.
+        """Compare the totals of a few tokens, and their gradient, with those of their chunks.
 
-        The short sample is the end of a long one. Raises `LossContractError` for a loss that needs all tokens at once.
+        Return False if no long sample has a target. Raises `LossContractError` for a loss that needs all tokens of a
+        sample at once.
         """
-        chunk = next(chunk for chunk in self._samples.chunks if chunk is not None and chunk.is_last)
-        sample = self._samples.tail(chunk, max(MIN_TRIAL_TOKENS, self._samples.max_tokens))
-        length = len(next(iter(sample.values())))
+        sample = self._samples.tokens_with_weight(self._weigh, NUM_TRIAL_TOKENS)
+        if sample is None:
+            return False
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         counting, self._wrapper.is_counting = self._wrapper.is_counting, False
+        trial = _LossTrial(self._model, partial(self._call_loss, self._samples))
         try:
-            with random_state.replay(random_state.note(self._wrapper.device)):
-                whole = terms_of(self._loss_fn(self._model, self._collate(sample)))
-                pieces = [terms_of(term) for term in self._run_forward(sample, length)]
+            with random_state.replay(random_state.note(self._wrapper.device)), trial.moved(), torch.enable_grad():
+                trial.run(sample)
         finally:
             self._wrapper.is_counting = counting
             for module, mode in modes.items():
                 module.training = mode
-        for name, (total, weight) in whole.items():
-            for what, number, parts in (
-                ("total", total, [piece[name].total for piece in pieces]),
-                ("weight", weight, [piece[name].weight for piece in pieces]),
-            ):
-                added, scale = sum(map(float, parts)), sum(abs(float(part)) for part in parts) + abs(float(number))
-                if abs(added - float(number)) > self._tolerance * scale:
-                    raise LossContractError(
-                        f"the {what} {name!r} of {length} tokens is {float(number):.6g}, and that of their chunks adds "
-                        f"up to {added:.6g}: the loss needs all tokens of a sample at once; give a loss that is "
-                        f"a sum over tokens, {LEAVE_OUT}"
-                    )
-        return any(float(weight) for _, weight in whole.values())
+        return True
 
-    @property
-    def _tolerance(self) -> float:
-        """The largest relative difference that rounding makes between a sum and the sum of its parts."""
-        dtypes = {parameter.dtype for parameter in self._model.parameters()}
-        return 1e-5 if dtypes <= {torch.float32, torch.float64} else 2e-2
-
-    def _run_forward(self, sample: Mapping[str, Tensor], length: int) -> Generator[Any]:
-        """Yield what the loss returns for each of three chunks of a sample."""
-        chunks = find_chunks(0, length, -(-length // 3) + OVERLAP)
-        kept = LongSample(chunks[0])
-        with kept.watched(self._model):
-            for chunk in chunks:
-                kept.enter(chunk)
-                yield self._loss_fn(self._model, self._collate(cut(sample, chunk)))
-                kept.check_forward()
-
-    def _collate(self, sample: Mapping[str, Tensor]) -> Microbatch:
-        microbatch = self._samples.collated(sample)
-        return self._samples.owned(microbatch, to_device(microbatch, self._wrapper.device))
+    def _call_loss(self, samples: ChunkedSamples, sample: Mapping[str, Tensor]) -> dict[str, Term]:
+        microbatch = samples.collated(sample)
+        moved = samples.owned(microbatch, to_device(microbatch, self._wrapper.device))
+        return terms_of(self._loss_fn(self._model, moved))
 
     def run(self, step: MicrobatchStep, chunk: Chunk, row: int) -> Generator[MicrobatchStep]:
         """Yield the step of one chunk, whose forward and backward the caller runs."""
@@ -312,6 +308,96 @@ class _ChunkRunner:
                 self._loss_fn(self._model, moved)
                 sample.check_forward()
         self._wrapper.is_counting = counting
+
+
+class _LossTrial:
+    """Runs a loss on a few tokens, whole and in chunks.
+
+    A policy loss is linear in its tokens where the policy is the old one. The trial therefore adds noise to the
+    embeddings, and compares the gradient of the noise, too.
+    """
+
+    def __init__(self, model: nn.Module, call_loss: Callable[[Mapping[str, Tensor]], dict[str, Term]]) -> None:
+        self._model, self._call_loss = model, call_loss
+        table = with_config(model).get_input_embeddings()
+        self._table: nn.Module = table
+        weight: Tensor = table.weight.detach()
+        drawn = torch.randn(NUM_TRIAL_TOKENS, weight.shape[-1], generator=torch.Generator().manual_seed(0))
+        self._noise = (drawn * float(weight.float().std())).to(weight).requires_grad_()  # [T, D]
+        self._start = 0  # token with which the forward begins
+        self._is_half = any(parameter.dtype in HALF_TYPES for parameter in model.parameters())
+
+    @contextlib.contextmanager
+    def moved(self) -> Generator[None]:
+        """Add the noise to the embeddings of each forward."""
+
+        def add_noise(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            return output + self._noise[self._start : self._start + output.shape[1]]
+
+        hook = self._table.register_forward_hook(add_noise)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def run(self, sample: Mapping[str, Tensor]) -> None:
+        """Raise `LossContractError` if the chunks have another total, weight or gradient than all tokens at once."""
+        length = len(next(iter(sample.values())))
+        whole, whole_gradient = self._run(sample)
+        chunks = find_chunks(0, length, -(-length // 3) + OVERLAP)
+        long_sample = LongSample(chunks[0])
+        sums: dict[str, list[Term]] = {name: [] for name in whole}
+        gradient = torch.zeros_like(whole_gradient)
+        with long_sample.watched(self._model):
+            for chunk in chunks[:-1]:
+                self._enter(long_sample, chunk)
+                with torch.no_grad():
+                    self._call_loss(cut(sample, chunk))
+                long_sample.check_forward()
+            for chunk in reversed(chunks):
+                self._enter(long_sample, chunk)
+                terms, own_gradient = self._run(cut(sample, chunk))
+                gradient += own_gradient
+                for name, term in terms.items():
+                    sums.setdefault(name, []).append(term)
+        self._is_half |= long_sample.running.is_half
+        self._compare(whole, sums, length)
+        tolerance = 0.2 if self._is_half else 1e-3
+        if float((whole_gradient - gradient).norm()) > tolerance * float(whole_gradient.norm()):
+            raise LossContractError(
+                f"the gradient of {length} tokens is not that of their chunks: the loss needs all tokens of a sample "
+                f"at once; give a loss that is a sum over tokens, {LEAVE_OUT}"
+            )
+
+    def _enter(self, long_sample: LongSample, chunk: Chunk) -> None:
+        long_sample.enter(chunk)
+        self._start = chunk.start
+
+    def _run(self, sample: Mapping[str, Tensor]) -> tuple[dict[str, Term], Tensor]:
+        """Return the terms, detached, and the gradient [T, D] of the noise."""
+        terms = self._call_loss(sample)
+        totals = [term.total for term in terms.values() if term.total.requires_grad]
+        detached = {name: Term(term.total.detach(), term.weight) for name, term in terms.items()}
+        if not totals:
+            return detached, torch.zeros_like(self._noise)
+        total = torch.stack([total.float() for total in totals]).sum()
+        return detached, torch.autograd.grad(total, self._noise, materialize_grads=True)[0]
+
+    def _compare(self, whole: Mapping[str, Term], sums: Mapping[str, list[Term]], length: int) -> None:
+        """Raise `LossContractError` where totals or weights do not add up."""
+        tolerance = 2e-2 if self._is_half else 1e-5
+        for name, term in whole.items():
+            for what, number, parts in (
+                ("total", float(term.total), [float(part.total) for part in sums[name]]),
+                ("weight", float(term.weight), [float(part.weight) for part in sums[name]]),
+            ):
+                scale = abs(number) + sum(map(abs, parts))
+                if abs(sum(parts) - number) > tolerance * scale:
+                    raise LossContractError(
+                        f"the {what} {name!r} of {length} tokens is {number:.6g}, and that of their chunks adds up to "
+                        f"{sum(parts):.6g}: the loss needs all tokens of a sample at once; give a loss that is a sum "
+                        f"over tokens, {LEAVE_OUT}"
+                    )
 
 
 def check_settings(wrapper: Wrapper, max_microbatch_tokens: int | None, others: Mapping[str, object]) -> None:

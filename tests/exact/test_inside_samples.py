@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, experts, loss, losses
 from megabatch.batching import Deferred, InsideSamples, inside_samples
+from megabatch.engine import chunk_planner
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.launch import of_ranks
 
@@ -185,6 +186,23 @@ def test_rows_of_a_mapping_positions_masks_and_frozen_layers() -> None:
     assert error(run(model, rows), expected) < BOUND
 
 
+def test_shifted_labels_of_a_seam_count_once() -> None:
+    samples = texts((40, 33, 9))
+    for sample in samples:
+        labels = sample.pop("labels")
+        sample["shift_labels"] = torch.cat([labels[1:], labels.new_full((1,), -100)])
+    model = tiny()
+    expected = uncut(model, texts((40, 33, 9)))
+    assert error(run(model, samples), expected) < 1e-6  # Llama's norms are in float32
+
+
+def test_training_the_head_alone_needs_no_gradient_of_keys() -> None:
+    model = tiny()
+    model.model.requires_grad_(False)
+    expected = uncut(model, texts())
+    assert error(run(model, texts()), expected) < BOUND
+
+
 def test_bfloat16_is_as_near_as_the_uncut_sample() -> None:
     exact = tiny()
     expected = uncut(exact, texts())
@@ -238,7 +256,45 @@ def of_the_sequence(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
     return (total / weight.clamp(min=1)).exp() * weight, weight  # a ratio of whole sequences, as of GSPO
 
 
+def counted_positions(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    ids = microbatch["input_ids"]
+    logits = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None]).logits
+    return _sum_targets(logits, microbatch)
+
+
+def hiding(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    ids = microbatch["input_ids"]
+    return _sum_targets(model(input_ids=ids, attention_mask=(ids % 3 != 0).long()).logits, microbatch)
+
+
+def _sum_targets(logits: Tensor, microbatch: Mapping[str, Tensor]) -> Any:
+    targets = microbatch["labels"][0, 1:]
+    return F.cross_entropy(logits[0, :-1], targets, ignore_index=-100, reduction="sum"), (targets != -100).sum()
+
+
+def with_a_reference(model: Any, microbatch: Mapping[str, Tensor]) -> Any:
+    """A penalty by the logits of a reference, which is the same model with another key projection."""
+    projection = model.model.layers[0].self_attn.k_proj
+    hook = projection.register_forward_hook(lambda _, __, output: output * 2)
+    with torch.no_grad():
+        reference = model(microbatch["input_ids"]).logits
+    hook.remove()
+    logits = model(microbatch["input_ids"]).logits
+    total, weight = _sum_targets(logits, microbatch)
+    return total + (logits - reference)[:, :-1].square().sum(), weight
+
+
+def of_the_first_update(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+    """A ratio of whole sequences that is 1 as long as the policy is the old one."""
+    total, weight = losses.next_token(model, microbatch)
+    return (total - total.detach()).exp() * total.detach() / 100, weight
+
+
 LOSSES: dict[str, tuple[Any, str]] = {
+    "positions by place": (weighing(counted_positions), "begin anew"),
+    "a mask of its own": (weighing(hiding), "hides tokens"),
+    "a reference of the same model": (weighing(with_a_reference), "twice with other keys and values"),
+    "a ratio of sequences": (weighing(of_the_first_update), "needs all tokens of a sample at once"),
     "of the sequence": (weighing(of_the_sequence), "needs all tokens of a sample at once"),
     "balance per sequence": (experts.next_token_with_balance(0.1, top_k=1), "in its chunks"),
     "another model": (weighing(of_another_model), "does not call the model"),
@@ -434,6 +490,7 @@ def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     expected = uncut(model, texts())
     with monkeypatch.context() as patched:
         patched.setattr(inside_samples, "_describe_difference", lambda *_: None)
+        patched.setattr(chunk_planner._ChunkRunner, "check_sums", lambda _: True)
         patched.setattr(kept, "add_gradient", names["Planted"].add_gradient)
         assert error(run(model, texts()), expected) > 1e-4
     with monkeypatch.context() as patched:
