@@ -14,7 +14,6 @@ def result():
     return json.loads(full.RESULT.read_text())
 
 
-@pytest.mark.full  # the table takes half an hour of an idle machine
 def test_the_result_is_of_these_sources(result) -> None:
     assert result["sources"] == full.source_hashes(), "run `make exact` and commit tests/exact/result.json"
 
