@@ -46,7 +46,7 @@ def _can_cut_again(planner: MicrobatchPlanner, prepared: PreparedBatch, hooks: L
         return False
     if not plan.padded or plan.shared or prepared.samples.deferred is not None:
         return False
-    return planner.is_repeatable(hooks)
+    return hooks.weigh is None or planner.is_repeatable(hooks)
 
 
 def _is_static(planner: MicrobatchPlanner, prepared: PreparedBatch, wrapper: Wrapper) -> bool:
