@@ -1,4 +1,4 @@
-"""How exact other trainers are, as `megabatch audit` sees them: one unmodified loop of each, on the same texts.
+"""Exactness of other trainers, as `megabatch audit` sees it: one unmodified loop of each, on the same texts.
 
     python -m benchmarks.certificate --write           # measures, writes the result and the table of docs/peers.md
     python -m benchmarks.certificate --table           # the table alone, from the result

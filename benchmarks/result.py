@@ -38,7 +38,7 @@ def command() -> str:
 
 
 def commit() -> str:
-    """Of the library that is measured; with "+" where files differ from it. Empty without git or a checkout of it."""
+    """Return the commit of the measured library, with "+" where files differ from it. Empty without a checkout."""
     if shutil.which("git") is None:
         return ""
     asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results"])

@@ -55,11 +55,15 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
+class RemovedAttributeError(PlanError, AttributeError):
+    """A method that was removed. ``hasattr`` is False, as for any missing attribute."""
+
+
 def missing_attribute(owner: object, name: str, removed: Mapping[str, str]) -> Exception:
     """Return the error of a missing attribute. One of ``removed`` says what to do instead."""
     kind = type(owner).__name__
     if name in removed:
-        return PlanError(f"{kind}.{name}() was removed; {removed[name]}")
+        return RemovedAttributeError(f"{kind}.{name}() was removed; {removed[name]}")
     return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
 
 

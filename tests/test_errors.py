@@ -217,6 +217,10 @@ def test_every_error_is_provoked(alone, in_a_group, told):
     assert not missing
 
 
+def test_a_removed_method_is_missing() -> None:
+    assert not hasattr(accumulator(linear()), "backward")
+
+
 def test_an_older_transformers_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_version("transformers")
     (tmp_path / "transformers-4.57.6.dist-info").mkdir()

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megabatch.batching.padding import MASK, POSITIONS, is_causal, with_config
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.batching.padding import MASK, POSITIONS, find_mixing_causes, is_causal, with_config
+from megabatch.batching.samples import HALF_TYPES, IGNORED_LABEL
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.torch_private import is_compiled, original_of
 
 OVERLAP = 1  # a chunk ends with the token that its last position predicts, whose own loss the next chunk counts
 TRIAL_TOKENS, TRIAL_CHUNK = 12, 5
-# Rotary positions whose frequencies follow the longest position that a forward sees: a chunk sees a shorter one.
-ROPE_BY_LENGTH = {"dynamic", "longrope"}
-HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 class InsideSamples:
@@ -128,26 +125,26 @@ class KeptTensor:
             dtype = torch.float32 if gradient.dtype in HALF_TYPES else gradient.dtype
             shape = *gradient.shape[:-2], self._length, gradient.shape[-1]
             self.gradient = gradient.new_zeros(shape, dtype=dtype)
-        own_gradient = gradient[..., start:, :].to(self.gradient.dtype, copy=True)
-        own_gradient[..., : own_stop - start, :] += self.gradient[..., start:own_stop, :]
+        chunk_gradient = gradient[..., start:, :].to(self.gradient.dtype, copy=True)
+        chunk_gradient[..., : own_stop - start, :] += self.gradient[..., start:own_stop, :]
         self.gradient[..., :start, :] += gradient[..., :start, :]
-        return own_gradient.to(gradient.dtype)
+        return chunk_gradient.to(gradient.dtype)
 
 
 class _Append(torch.autograd.Function):
     """Append the keys or values of a chunk to those of earlier chunks, and pass the gradient of the latter on."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, kept: KeptTensor, running: "RunningChunk") -> Tensor:  # pyright: ignore
-        ctx.kept, ctx.running, ctx.chunk = kept, running, running.chunk
+    def forward(ctx: Any, values: Tensor, tensor: KeptTensor, running: "RunningChunk") -> Tensor:  # pyright: ignore
+        ctx.tensor, ctx.running, ctx.chunk = tensor, running, running.chunk
         running.is_half |= values.dtype in HALF_TYPES
-        return kept.write(running.chunk.start, values, is_again=running.num_forwards > 1)
+        return tensor.write(running.chunk.start, values, is_again=running.num_forwards > 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
-        ctx.running.note_backward(ctx.chunk, ctx.kept)
-        return ctx.kept.add_gradient(gradient, ctx.chunk.start, ctx.chunk.stop), None, None
+        ctx.running.note_backward(ctx.chunk, ctx.tensor)
+        return ctx.tensor.add_gradient(gradient, ctx.chunk.start, ctx.chunk.stop), None, None
 
 
 class RunningChunk:
@@ -162,14 +159,14 @@ class RunningChunk:
         # By number of a chunk: ids of the kept tensors that its backward has reached.
         self._received: dict[int, set[int]] = {}
 
-    def note_backward(self, chunk: Chunk, kept: KeptTensor) -> None:
+    def note_backward(self, chunk: Chunk, tensor: KeptTensor) -> None:
         """Note that the backward of a chunk has reached a kept tensor. Raises `LossContractError` for a second time."""
         received = self._received.setdefault(chunk.number, set())
-        if id(kept) in received:
+        if id(tensor) in received:
             raise LossContractError(
                 "a sample is cut into chunks and the backward of a chunk runs twice; let the loss call the model once"
             )
-        received.add(id(kept))
+        received.add(id(tensor))
 
     def check_inputs(self, mask: Any, positions: Any) -> None:
         """Raise `LossContractError` for a mask that hides tokens, and for positions that begin anew."""
@@ -308,11 +305,8 @@ def check_chunks(models: Sequence[nn.Module], device: torch.device) -> None:
             "the model recomputes activations (gradient_checkpointing_enable), with which transformers keeps no keys "
             "and values; turn it off, a chunk takes less memory than a whole sample"
         )
-    elif changing := ROPE_BY_LENGTH.intersection(_find_rope_types(inner.config)):
-        reason = (
-            f"the model has rotary positions of the type {min(changing)!r}, which depend on the length of the sample; "
-            "give a model of another type"
-        )
+    elif (cause := next((cause for cause, _ in find_mixing_causes(inner)), None)) is not None:
+        reason = f"{cause}, of which a chunk sees a part; give another model"
     elif not is_causal(inner, with_experts=True):
         reason = "the model is not known to be causal, and earlier tokens would read later ones; give a causal model"
     if reason is None:
@@ -325,15 +319,6 @@ def check_chunks(models: Sequence[nn.Module], device: torch.device) -> None:
             reason = f"the model does not run in chunks ({in_one_line(error)}); give one that keeps keys and values"
     if reason is not None:
         raise PlanError(f"InsideSamples is given and {reason}, or leave InsideSamples out")
-
-
-def _find_rope_types(config: Any) -> set[str]:
-    """Return the types of rotary positions that a config, or its text part, names."""
-    configs = [config, *(value for value in vars(config).values() if hasattr(value, "rope_parameters"))]
-    settings = [getattr(each, "rope_parameters", None) or {} for each in configs]
-    # Some configs have one entry for each type of layer.
-    entries = [entry for setting in settings for entry in (setting, *setting.values()) if isinstance(entry, dict)]
-    return {str(entry.get("rope_type")) for entry in entries}
 
 
 def _describe_difference(model: nn.Module, device: torch.device) -> str | None:
@@ -355,8 +340,8 @@ def _describe_difference(model: nn.Module, device: torch.device) -> str | None:
     if not _are_close(logits.detach(), chunk_logits):
         return "the model has other logits for a sample in chunks than for all of it (a state, or a convolution)"
     largest = max(float(gradient.abs().max()) for gradient in gradients)
-    for whole, summed in zip(gradients, chunk_gradients, strict=True):
-        if not _are_close(whole, summed, largest):
+    for gradient, chunk_gradient in zip(gradients, chunk_gradients, strict=True):
+        if not _are_close(gradient, chunk_gradient, largest):
             return "the model has another gradient for a sample in chunks than for all of it"
     return None
 
@@ -381,7 +366,8 @@ def _run_in_chunks(
             own_logits = logits[:, : chunk.stop - chunk.start]
             total = (own_logits * direction[:, chunk.start : chunk.stop]).sum()
             gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
-            sums = [total_gradient + gradient for total_gradient, gradient in zip(sums, gradients, strict=True)]
+            for total_gradient, gradient in zip(sums, gradients, strict=True):
+                total_gradient += gradient
             outputs.append(own_logits.detach())
     return torch.cat(outputs[::-1], dim=1), sums
 

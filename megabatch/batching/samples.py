@@ -33,6 +33,7 @@ Length = Callable[[Any], int]
 
 IGNORED_LABEL = -100
 """The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
+HALF_TYPES = (torch.bfloat16, torch.float16)
 STOPPED = "raised StopIteration: an iterator in it has ended, and not the data; give next() a default"
 KEPT_BYTES = 2**28  # of a deferred batch: 256 MiB hold the tokens of any update of text
 DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")

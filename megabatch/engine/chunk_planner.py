@@ -343,11 +343,11 @@ class _LossTrial:
     def run(self, sample: Mapping[str, Tensor]) -> None:
         """Raise `LossContractError` if the chunks have another total, weight or gradient than all tokens at once."""
         length = len(next(iter(sample.values())))
-        whole, whole_gradient = self._run(sample)
+        terms, gradient = self._run(sample)
         chunks = find_chunks(0, length, -(-length // 3) + OVERLAP)
         long_sample = LongSample(chunks[0])
-        sums: dict[str, list[Term]] = {name: [] for name in whole}
-        gradient = torch.zeros_like(whole_gradient)
+        sums: dict[str, list[Term]] = {name: [] for name in terms}
+        chunk_gradient = torch.zeros_like(gradient)
         with long_sample.watched(self._model):
             for chunk in chunks[:-1]:
                 self._enter(long_sample, chunk)
@@ -356,14 +356,14 @@ class _LossTrial:
                 long_sample.check_forward()
             for chunk in reversed(chunks):
                 self._enter(long_sample, chunk)
-                terms, own_gradient = self._run(cut(sample, chunk))
-                gradient += own_gradient
-                for name, term in terms.items():
+                chunk_terms, noise_gradient = self._run(cut(sample, chunk))
+                chunk_gradient += noise_gradient
+                for name, term in chunk_terms.items():
                     sums.setdefault(name, []).append(term)
         self._is_half |= long_sample.running.is_half
-        self._compare(whole, sums, length)
+        self._compare(terms, sums, length)
         tolerance = 0.2 if self._is_half else 1e-3
-        if float((whole_gradient - gradient).norm()) > tolerance * float(whole_gradient.norm()):
+        if float((gradient - chunk_gradient).norm()) > tolerance * float(gradient.norm()):
             raise LossContractError(
                 f"the gradient of {length} tokens is not that of their chunks: the loss needs all tokens of a sample "
                 f"at once; give a loss that is a sum over tokens, {LEAVE_OUT}"
@@ -383,10 +383,10 @@ class _LossTrial:
         total = torch.stack([total.float() for total in totals]).sum()
         return detached, torch.autograd.grad(total, self._noise, materialize_grads=True)[0]
 
-    def _compare(self, whole: Mapping[str, Term], sums: Mapping[str, list[Term]], length: int) -> None:
+    def _compare(self, terms: Mapping[str, Term], sums: Mapping[str, list[Term]], length: int) -> None:
         """Raise `LossContractError` where totals or weights do not add up."""
         tolerance = 2e-2 if self._is_half else 1e-5
-        for name, term in whole.items():
+        for name, term in terms.items():
             for what, number, parts in (
                 ("total", float(term.total), [float(part.total) for part in sums[name]]),
                 ("weight", float(term.weight), [float(part.weight) for part in sums[name]]),
@@ -408,8 +408,8 @@ def check_settings(wrapper: Wrapper, max_microbatch_tokens: int | None, others: 
         max_microbatch_tokens: The limit, if it is a number.
         others: Options that InsideSamples does not go with, by name. False and None are left out.
     """
-    ranks, given = wrapper.ranks, [name for name, value in others.items() if value]
-    problem = None
+    ranks, problem = wrapper.ranks, None
+    options = [name for name, value in others.items() if value]
     if max_microbatch_tokens is None:
         problem = 'its limit is not a number; give max_microbatch_tokens=, not micro_batch_size and not "auto"'
     elif wrapper.kind_name not in WRAPPERS or wrapper.is_pipeline or ranks.num_all > ranks.degree:
@@ -420,8 +420,8 @@ def check_settings(wrapper: Wrapper, max_microbatch_tokens: int | None, others: 
         )
     elif max_microbatch_tokens <= OVERLAP:
         problem = f"max_microbatch_tokens is {max_microbatch_tokens}; give at least {OVERLAP + 1}"
-    elif given:
-        problem = f"so is {given[0]}=; leave one of the two out"
+    elif options:
+        problem = f"so is {options[0]}=; leave one of the two out"
     if problem is not None:
         raise PlanError(f"InsideSamples is given and {problem}, {LEAVE_OUT}")
     check_chunks(wrapper.models, wrapper.device)

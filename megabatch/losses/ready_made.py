@@ -6,7 +6,6 @@ Each checks the shape of the model's output against the labels, since shapes tha
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,13 +17,12 @@ from megabatch.batching.padding import (
     with_config,
     without_needless,
 )
-from megabatch.batching.samples import IGNORED_LABEL, Microbatch, has_padded_numbers
+from megabatch.batching.samples import HALF_TYPES, IGNORED_LABEL, Microbatch, has_padded_numbers
 from megabatch.errors import LossContractError
 from megabatch.losses.contract import Term, loss
 from megabatch.losses.dropped_terms import refuse_dropped_terms
 
 TARGETS = ("labels", "shift_labels")
-HALF_TYPES = (torch.bfloat16, torch.float16)
 MIN_CHUNK_LOGITS = 2**22  # of a chunk: 16 MiB in float32; smaller ones save nothing, and at 1 MiB are slower
 # With fewer chunks than this (measured), all logits take no more memory than a chunk and the weight's gradient. Then a
 # smaller microbatch, which computes all logits, never needs more than a larger one.

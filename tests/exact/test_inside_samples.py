@@ -365,7 +365,7 @@ def test_settings_that_do_not_go_with_it_are_refused() -> None:
         "same_bits=": (lambda: tiny().float(), {"same_bits": True}),
         "is compiled": (lambda: torch.compile(tiny()), {}),  # pyright: ignore
         "recomputes activations": (recomputing, {}),
-        "of the type 'dynamic'": (
+        "rope_type dynamic": (
             lambda: tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             {},
         ),
@@ -466,11 +466,11 @@ def test_sharded_models_are_refused(refused: Any) -> None:
 
 PLANTED = {
     "forget the gradient of later chunks": (
-        "own_gradient[..., : own_stop - start, :] += self.gradient[..., start:own_stop, :]", "pass",
+        "chunk_gradient[..., : own_stop - start, :] += self.gradient[..., start:own_stop, :]", "pass",
     ),
     "give the overlapping token the gradient too": (
-        "own_gradient[..., : own_stop - start, :] += self.gradient[..., start:own_stop, :]",
-        "own_gradient += self.gradient[..., start : start + own_gradient.shape[-2], :]",
+        "chunk_gradient[..., : own_stop - start, :] += self.gradient[..., start:own_stop, :]",
+        "chunk_gradient += self.gradient[..., start : start + chunk_gradient.shape[-2], :]",
     ),
     "forget what earlier chunks are to receive": (
         "self.gradient[..., :start, :] += gradient[..., :start, :]", "pass",

@@ -15,8 +15,8 @@ from tests.integrations.trainers import Recorder, without_wrapper
 
 st = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed (extra: dev)")
 losses = st.sentence_transformer.losses
-datasets = pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
+datasets = pytest.importorskip("datasets", reason="datasets is not installed (extra: dev)")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra: dev)")
 
 SIZE = 8  # samples of an update of a data set
 

@@ -14,7 +14,7 @@ from megabatch.integrations.transformers import MegabatchTrainer
 from tests.integrations.trainers import Recorder, arguments
 from tests.integrations.users import CASES, gpt2, padded_texts, texts, trainer_of
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="peft is not installed (extra: dev)")
 NUM_VIRTUAL = 3
 KINDS = {
     "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=NUM_VIRTUAL),

@@ -22,7 +22,7 @@ LENGTHS = {
 
 
 def seconds_of_ranks(lengths: np.ndarray, ranks: np.ndarray, num_ranks: int) -> list[float]:
-    """What each rank takes for its share, cut at the least price, and again into as many as the rank with the most."""
+    """Seconds of each rank for its share, cut at the least price, and again into as many as the rank with the most."""
     shares = [lengths[ranks == rank].tolist() for rank in range(num_ranks)]
     cuts = [split(share, PRICE.seconds, max_tokens=CAP) for share in shares]
     most = max(map(len, cuts))

@@ -118,7 +118,7 @@ class Split(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """How evenly an update is dealt over data ranks, on average over a few updates."""
+    """Padding and the busiest data rank of an update, on average over a few updates."""
 
     padding: float  # fraction of the computed tokens of all ranks that are padding, in [0, 1)
     busiest_over_ideal: float  # tokens that the busiest rank computes, by an even share without padding
