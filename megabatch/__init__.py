@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megabatch import losses as losses
     from megabatch.accumulator import GradientAccumulator as GradientAccumulator
     from megabatch.engine.coupled_loss import JointLoss as JointLoss
+    from megabatch.engine.extension import Extension as Extension
     from megabatch.engine.update import Update as Update
     from megabatch.errors import LossContractError as LossContractError
     from megabatch.errors import MegabatchError as MegabatchError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from megabatch.planning.dealing import plan as plan
     from megabatch.planning.plan import CostModel as CostModel
     from megabatch.planning.plan import Plan as Plan
+    from megabatch.planning.planner import Planner as Planner
     from megabatch.planning.sampler import UpdateSampler as UpdateSampler
     from megabatch.verification.audit import audit as audit
     from megabatch.verification.audit_report import Audit as Audit
@@ -36,6 +38,7 @@ else:
         "mean": "losses.mean",
         "CostModel": "planning.plan",
         "Plan": "planning.plan",
+        "Planner": "planning.planner",
         "plan": "planning.dealing",
         "LossContractError": "errors",
         "MegabatchError": "errors",
@@ -47,6 +50,7 @@ else:
         "verify": "verification.proof",
         "UpdateSampler": "planning.sampler",
         "Update": "engine.update",
+        "Extension": "engine.extension",
     }
     __all__ = ["losses", *_HOME]
 

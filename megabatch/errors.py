@@ -46,6 +46,10 @@ class PlanError(MegabatchError, ValueError):
     """An invalid or unsupported setting: a size, a limit, a mesh axis, a wrapper, a policy or a batch."""
 
 
+class ReplanError(MegabatchError):
+    """Samples that need another microbatch limit: every rank chooses it anew, and begins its call again."""
+
+
 class LossContractError(MegabatchError, ValueError):
     """A broken loss contract: a loss returns a sum and the weight that divides it, and never divides."""
 

@@ -34,12 +34,12 @@ def export_lazily(
             raise missing
         module = f"{package}.{homes.get(name, name)}"
         try:
-            found = import_module(module)
+            loaded = import_module(module)
         except ModuleNotFoundError as error:
             if error.name != module:
                 raise
             raise missing from None
-        namespace[name] = getattr(found, name) if name in homes else found  # the next access comes here no more
+        namespace[name] = getattr(loaded, name) if name in homes else loaded  # the next access comes here no more
         return namespace[name]
 
     def list_names() -> list[str]:

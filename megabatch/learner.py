@@ -76,7 +76,17 @@ class Learner:
         Raises:
             LossContractError: The counted weight differs from the weight that the loss returned.
         """
-        update = self.gradient.finalize(max_norm=self.max_norm)
+        return self.apply(self.gradient.finalize(max_norm=self.max_norm))
+
+    def apply(self, update: Update) -> Update:
+        """Step optimizer and scheduler with an update whose gradient is in ``p.grad``, as `optim_step` does.
+
+        Returns:
+            The update.
+
+        Raises:
+            LossContractError: The counted weight differs from the weight that the loss returned.
+        """
         if update.finite:  # the only wait for the device
             self.optimizer.step()
             if self.scheduler is not None:
@@ -111,12 +121,13 @@ class Learner:
         torch makes a step with zeros to create the states; this method undoes it. Gradients are set aside, since torch
         would create no states beside them.
         """
-        kept = {each: each.grad for group in self.optimizer.param_groups for each in group["params"]}
-        for parameter in kept:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        gradients = {parameter: parameter.grad for parameter in parameters}
+        for parameter in parameters:
             parameter.grad = None
         model, optimizer = get_state_dict(self.model, self.optimizer)
         self.optimizer.state.clear()
-        for parameter, gradient in kept.items():
+        for parameter, gradient in gradients.items():
             parameter.grad = gradient
         for state in cast(dict[str, Any], optimizer.get("state", {})).values():
             if "step" in state:

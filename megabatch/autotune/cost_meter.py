@@ -4,12 +4,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Generator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from megabatch.batching.packed_row import OneRow
-from megabatch.engine.call import MicrobatchPlanner, MicrobatchStep, PreparedBatch
+from megabatch.engine.call import MicrobatchPlanner, MicrobatchStep
+from megabatch.engine.extension import Extension
+from megabatch.engine.update import Update
 from megabatch.errors import PlanError
 from megabatch.planning.limits import TimedMicrobatch, cost_in_use
 from megabatch.planning.plan import CostModel, Plan
@@ -19,7 +21,7 @@ MAX_SHAPES = 64  # the newest shapes of microbatches are fitted
 MAX_WAITING = 256  # microbatches that a GPU has not finished; older ones are forgotten
 
 
-class CostMeter:
+class CostMeter(Extension):
     """Times the microbatches of a run, and fits the cost of one.
 
     No message is sent and nothing is waited for: a GPU's events are read when their update is over, or later. Each rank
@@ -36,12 +38,7 @@ class CostMeter:
     def __init__(self, wrapper: Wrapper, planner: MicrobatchPlanner) -> None:
         if wrapper.device.type not in ("cpu", "cuda"):
             raise PlanError(f'cost="measure" and a device of type {wrapper.device.type!r}; give a CostModel')
-        if planner.is_auto:
-            raise PlanError(
-                'cost="measure" needs a limit as a number, since "auto" measures the cost itself; give '
-                "max_microbatch_tokens= or micro_batch_size=, or leave cost out"
-            )
-        if isinstance(planner.collate, OneRow):
+        if not planner.batching.has_rows:
             raise PlanError('cost="measure" and OneRow, which packs samples by their tokens alone; leave cost out')
         if wrapper.ranks.num_all > wrapper.ranks.degree:
             raise PlanError(
@@ -60,9 +57,15 @@ class CostMeter:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_waiting": deque[Any](maxlen=MAX_WAITING)}  # events have no copy
 
-    def time_steps(self, steps: Generator[MicrobatchStep], prepared: PreparedBatch) -> Generator[MicrobatchStep]:
+    def attach(self, gradient: Any) -> None:
+        gradient.planner.check_goes_with('cost="measure"')
+
+    def surround_steps(self, steps: Generator[MicrobatchStep], call: Any) -> Generator[MicrobatchStep]:
         """Yield the steps of a call, and time what is done with each: its forward and backward."""
-        plan = prepared.plan
+        if call.is_new:  # this call also checks the loss, so that its time is not that of a microbatch
+            yield from steps
+            return
+        prepared, plan = call.prepared, call.prepared.plan
         num_timed = len(plan.microbatches) - (self._may_wait and plan.sync in ("last", "replica_last"))
         for step in steps:
             index, before, start = step.index, self._record(), time.perf_counter()
@@ -73,8 +76,23 @@ class CostMeter:
             if is_usual:
                 self._note(_shape(plan, index), seconds, before, after)
 
+    def after_finalize(self, gradient: Any, update: Update) -> None:
+        """Split the next update by the cost of now. Once known, it changes in updates 4, 8, 16 and so on."""
+        cost = self.end_update()
+        if cost != gradient.planner.cost:
+            gradient.planner = replace(gradient.planner, cost=cost)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.cost is None else {"cost": asdict(self.cost)}
+
+    def load_state_dict(self, gradient: Any, state: dict[str, Any]) -> None:
+        cost = state.pop("cost", None)
+        if cost is not None:
+            self.cost = CostModel(**cost)
+            gradient.planner = replace(gradient.planner, cost=self.cost)
+
     def end_update(self) -> CostModel | None:
-        """Return the cost of now, None until it is known. After that it changes in updates 4, 8, 16 and so on."""
+        """Return the cost of now, None until it is known."""
         while self._waiting and self._waiting[0][2].query():  # never waits
             shape, before, after = self._waiting.popleft()
             self._keep(shape, before.elapsed_time(after) / 1000)

@@ -1,30 +1,29 @@
-"""``shapes=``: microbatches of few shapes, chosen in the first call from the lengths of its samples.
+"""`Shapes`: microbatches of few shapes, chosen in the first call from the lengths of its samples.
 
 Tokens without a label fill a microbatch up. They are neutral where no other token sees them, and where the loss leaves
 them out. So the model must be one of transformers', without code of the user's, experts and statistics of a batch, and
-the loss one of `LOSSES`. `verify` compares the gradient.
+the loss one of `shapes_planner.LOSSES`. `verify` compares the gradient.
 """
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from megabatch.autotune.shapes_planner import ShapesPlanner
+from megabatch.autotune.shapes_planner import ShapesPlanner, check_loss
+from megabatch.batching.mixing_causes import find_mixing_causes
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import EXPERTS, Padding, find_mixing_causes, is_causal, with_config
-from megabatch.batching.samples import IGNORED_LABEL, Batch, to_dense_tensor
+from megabatch.batching.padding import EXPERTS, Padding, is_causal, with_config
+from megabatch.batching.samples import IGNORED_LABEL, Batch, Padded, to_dense_tensor
 from megabatch.engine.call import MicrobatchPlanner, first_failure
-from megabatch.errors import PlanError, require_count
-from megabatch.losses.contract import is_own
-from megabatch.losses.ready_made import classification, next_token
+from megabatch.engine.extension import Extension
+from megabatch.errors import PlanError
 from megabatch.planning.plan import check_lengths
 from megabatch.planning.shapes import Shape, choose_shapes
-from megabatch.torch_private import forward_hooks, forward_pre_hooks
+from megabatch.torch_private.module_members import forward_hooks, forward_pre_hooks
 from megabatch.wrappers.base import Wrapper
 
-LOSSES = (next_token, classification)  # known to leave out labels of -100
 STATISTICS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
     nn.InstanceNorm3d,
@@ -33,62 +32,54 @@ KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 KNOWN_CODE = ("torch.", "transformers.", "peft.", "accelerate.", "megabatch.", "builtins.", "abc.", "typing.")
 
 
-class FewShapes:
+class FewShapes(Extension):
     """Chooses the shapes of microbatches in the first call that has a sample.
 
     Args:
         count: The number of shapes.
         wrapper: The wrapper of the model.
         planner: Of the accumulator.
-        padding: Padding values that the user has given.
 
     Raises `PlanError` for settings and models with which tokens that fill up would not be known to be neutral.
     """
 
-    def __init__(
-        self, count: object, wrapper: Wrapper, planner: MicrobatchPlanner, padding: Mapping[str, float] | None
-    ) -> None:
-        self.count = require_count("shapes", count)
+    def __init__(self, count: int, wrapper: Wrapper, planner: MicrobatchPlanner) -> None:
+        self.count = count
         self.shapes: tuple[Shape, ...] = ()  # once they are chosen
         self.is_settled = False  # chosen, and the same on all ranks
         self._ranks = wrapper.ranks
-        if problem := _problem_of_settings(planner, padding):
-            raise PlanError(f"shapes={self.count} and {problem}; leave one of the two out")
+        if problem := _problem_of_settings(planner):
+            raise PlanError(f"Shapes({self.count}) and {problem}; leave one of the two out")
         if problem := _problem_of_wrapper(wrapper) or _problem_of_model(wrapper.models[0]):
-            raise PlanError(f"shapes={self.count} and {problem}; leave shapes= out")
+            raise PlanError(f"Shapes({self.count}) and {problem}; leave Shapes out")
 
-    def check(self, loss_fn: object) -> None:
-        """Raise `PlanError` for a loss that may count tokens without a label."""
-        if not _is_known(loss_fn):
-            raise PlanError(
-                "shapes= fills microbatches up with tokens without a label, and only losses.next_token and "
-                "losses.classification are known to leave them out; give one of these, or leave shapes= out"
-            )
+    def attach(self, gradient: Any) -> None:
+        gradient.planner.check_goes_with(f"Shapes({self.count})")
+        gradient.planner = ShapesPlanner.of(gradient.planner, ())
 
-    def check_chosen(self) -> None:
-        """Raise `PlanError` before the choice, which goes by the lengths of all ranks."""
-        if not self.shapes:
-            raise PlanError(
-                "shapes= and the first forward_backward() chooses the shapes, from the lengths of all ranks; call it "
-                "before plan(), or leave shapes= out"
-            )
+    def before_call(self, gradient: Any, batch: Batch, loss_fn: Any) -> None:
+        """Choose the shapes in the first call that has a sample."""
+        if not self.is_settled:
+            gradient.tune(batch, loss_fn)  # the limit bounds the shapes
+            gradient.planner = self.fitted(gradient.planner, batch, loss_fn)
 
-    def planner_of(self, planner: MicrobatchPlanner, fn: object) -> MicrobatchPlanner:
-        """Return the planner of a call without a backward, which fills up for a known loss only."""
-        return planner if _is_known(fn) or not isinstance(planner, ShapesPlanner) else planner.free
+    def check_call(self, gradient: Any, batch: Batch, prepared: object, loss_fn: Any) -> None:
+        check_loss(loss_fn)
 
-    def state(self) -> list[list[int]]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the chosen shapes; none before the choice."""
-        return [list(each) for each in self.shapes]
+        return {"shapes": [list(shape) for shape in self.shapes]}
+
+    def load_state_dict(self, gradient: Any, state: dict[str, Any]) -> None:
+        gradient.planner = self.load(gradient.planner, state.pop("shapes", []))
 
     def load(self, planner: MicrobatchPlanner, state: Sequence[Sequence[int]]) -> MicrobatchPlanner:
         """Return the planner with shapes that were chosen before. The next call compares them between ranks."""
-        if any(len(each) != 2 or min(each) < 1 for each in state):
+        if any(len(shape) != 2 or min(shape) < 1 for shape in state):
             raise PlanError(f"the state has shapes={state}; expected pairs of rows and tokens, of a state_dict()")
         self.shapes = tuple((int(rows), int(tokens)) for rows, tokens in state)
         self.is_settled = False
-        free = planner.free if isinstance(planner, ShapesPlanner) else planner
-        return ShapesPlanner.of(free, self.shapes) if self.shapes else free
+        return ShapesPlanner.of(planner, self.shapes)
 
     def fitted(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: object) -> MicrobatchPlanner:
         """Return the planner with the shapes for later calls, the same on all ranks. Collective.
@@ -100,7 +91,7 @@ class FewShapes:
         """
         ranks, failure, lengths = self._ranks, None, list[int]()
         try:
-            self.check(loss_fn)
+            check_loss(loss_fn)
             samples = planner.samples(batch)
             lengths = samples.lengths
             if lengths:
@@ -111,42 +102,35 @@ class FewShapes:
         if any(failed):
             raise first_failure(ranks, failure)
         if len(set(known)) > 1:
-            raise PlanError("shapes= are not the same on all ranks; load one state_dict() on all of them, or on none")
+            raise PlanError("Shapes are not the same on all ranks; load one state_dict() on all of them, or on none")
         if not any(of_ranks):
             return planner
         if not self.shapes:
             free = ShapesPlanner.of(planner, ())
             rows, tokens = free.limits
-            every = [length for each in of_ranks for length in each]
+            every = [length for lengths_of_rank in of_ranks for length in lengths_of_rank]
             check_lengths(every, tokens)
             self.shapes = choose_shapes(
                 every, self.count, num_samples=max(map(len, of_ranks)), max_rows=rows, max_tokens=tokens,
-                cost=planner.known_cost, packed=free.is_packed,
+                cost=planner.known_cost, packed=not free.has_rows,
             )  # fmt: skip
             self.shapes = ranks.exchange_objects(self.shapes)[0]  # limits and costs may be each rank's own
         self.is_settled = True
         return ShapesPlanner.of(planner, self.shapes)
 
 
-def _is_known(loss_fn: object) -> bool:
-    """Return True for a loss that leaves out labels of -100, inside of the trainer's own code too."""
-    while loss_fn not in LOSSES and is_own(loss_fn) and hasattr(loss_fn, "__wrapped__"):
-        loss_fn = cast(Any, loss_fn).__wrapped__
-    return loss_fn in LOSSES
-
-
-def _problem_of_settings(planner: MicrobatchPlanner, padding: Mapping[str, float] | None) -> str | None:
-    collate = planner.collate
-    if collate is not None and not isinstance(collate, OneRow):
+def _problem_of_settings(planner: MicrobatchPlanner) -> str | None:
+    batching = planner.batching
+    if not isinstance(batching, Padded | OneRow):
         return "a collate function other than OneRow, which decides the shape itself"
-    if isinstance(collate, OneRow) and collate.adds_lengths:
+    if isinstance(batching, OneRow) and batching.adds_lengths:
         return "OneRow(flash_attn_kwargs=True), whose ends of sequences have other shapes"
-    if isinstance(collate, OneRow) and planner.micro_batch_size is not None:
+    if isinstance(batching, OneRow) and planner.micro_batch_size is not None:
         return "OneRow with micro_batch_size, which says nothing about a row's tokens (give max_microbatch_tokens)"
     if planner.length is not None:
         return "length=, which may count other tokens than those that are filled up"
-    if any(name.endswith("labels") and fill != IGNORED_LABEL for name, fill in (padding or {}).items()):
-        return f"padding= of labels that is not {IGNORED_LABEL}"
+    if any(name.endswith("labels") and fill != IGNORED_LABEL for name, fill in batching.pad.fills.items()):
+        return f"Padded with labels of another value than {IGNORED_LABEL}"
     return None
 
 
@@ -173,7 +157,7 @@ def _problem_of_model(model: nn.Module) -> str | None:
         return "block-sparse attention, which is another one for a few tokens"
     if (cause := next(find_mixing_causes(inner), None)) is not None:
         return cause[0]
-    if any(getattr(each, name, None) for each in (config, text) for name in EXPERTS):
+    if any(getattr(part, name, None) for part in (config, text) for name in EXPERTS):
         return "experts, which tokens that fill up would load"
     for module in inner.modules():
         if isinstance(module, STATISTICS):
@@ -187,14 +171,14 @@ def _own_code(model: nn.Module) -> str | None:
     """Return the name of code in the model that is not of known libraries; None if there is none."""
     code: list[Any] = [*{kind for module in model.modules() for kind in type(module).__mro__}]
     for module in model.modules():
-        own: list[Any] = [*forward_hooks(module).values(), *forward_pre_hooks(module).values()]
-        own += [vars(module)["forward"]] if "forward" in vars(module) else []
-        code += [inspect.unwrap(getattr(each, "func", each)) for each in own]
+        attached: list[Any] = [*forward_hooks(module).values(), *forward_pre_hooks(module).values()]
+        attached += [vars(module)["forward"]] if "forward" in vars(module) else []
+        code += [inspect.unwrap(getattr(function, "func", function)) for function in attached]
     attention = getattr(getattr(with_config(model), "config", None), "_attn_implementation", None) or "eager"
     if attention not in KNOWN_ATTENTION:
         return f"the attention {attention!r}"
-    of_users = (each for each in code if not f"{getattr(each, '__module__', '')}.".startswith(KNOWN_CODE))
-    return next((getattr(each, "__name__", type(each).__name__) for each in of_users), None)
+    of_users = (function for function in code if not f"{getattr(function, '__module__', '')}.".startswith(KNOWN_CODE))
+    return next((getattr(function, "__name__", type(function).__name__) for function in of_users), None)
 
 
 def _check_sample(sample: Mapping[str, Any]) -> None:
@@ -203,6 +187,6 @@ def _check_sample(sample: Mapping[str, Any]) -> None:
     num = len(tensors.get("input_ids", ()))
     if not num or any(value.ndim and len(value) != num for value in tensors.values()):
         raise PlanError(
-            f"shapes= fills samples up along input_ids, and they have {', '.join(tensors)}, not all of one length; "
-            "give a value for each token, or leave shapes= out"
+            f"Shapes fills samples up along input_ids, and they have {', '.join(tensors)}, not all of one length; "
+            "give a value for each token, or leave Shapes out"
         )

@@ -31,7 +31,7 @@ from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortag
 from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, MemoryRoom, TimedMicrobatch
 from megabatch.planning.plan import Plan
-from megabatch.torch_private import pytree
+from megabatch.torch_private.operations import pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients, no_float16_autocast
 
@@ -120,8 +120,8 @@ class MicrobatchMeasurer:
         sent = [seconds, use.peak_bytes - use.left_bytes, stays]
         sent += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
         rows_of = wrapper.ranks.exchange_numbers(sent)
-        times, peaks, kept, allowed, there, limits, for_updates = zip(*rows_of, strict=True)
-        self.space, self.stays_bytes = MemoryRoom(min(allowed), min(there)), max(kept)
+        times, peaks, lasting, allowed, there, limits, for_updates = zip(*rows_of, strict=True)
+        self.space, self.stays_bytes = MemoryRoom(min(allowed), min(there)), max(lasting)
         self.limit_bytes, self.allowed_bytes = min(limits), min(for_updates)
         return MeasuredMicrobatch(rows, max(peaks), max(times))
 
@@ -131,7 +131,8 @@ class MicrobatchMeasurer:
             self._subject.wide.begin()
             seconds = self._run_update(self._make_update(sample, (1, rows)))
             self._subject.discard()
-        slowest = max(told for (told,) in self._subject.wrapper.ranks.exchange_numbers([seconds]))
+        rows_of = self._subject.wrapper.ranks.exchange_numbers([seconds])
+        slowest = max(row[0] for row in rows_of)
         return TimedMicrobatch(rows, max(1, sample.num_tokens), slowest)
 
     def _make_update(self, sample: Sample, sizes: Sequence[int]) -> PreparedBatch:
@@ -143,7 +144,9 @@ class MicrobatchMeasurer:
 
         samples = replace(self._planner, length=length).samples([sample.value] * sum(sizes), hooks.prepare)
         cut = tuple(tuple(range(end - rows, end)) for rows, end in zip(sizes, itertools.accumulate(sizes), strict=True))
-        return collate_planned(samples, Plan(cut, tuple(samples.lengths), sync=self._planner.choice[0]), hooks.weigh)
+        # Between two reductions "every:K" keeps what "last" keeps.
+        sync, _, period = self._planner.choice[0].partition(":")
+        return collate_planned(samples, Plan(cut, tuple(samples.lengths), sync="last" if period else sync), hooks.weigh)
 
     def _run_update(self, share: PreparedBatch) -> float:
         """Run one update. Return the seconds of its last microbatch."""
@@ -159,9 +162,9 @@ class MicrobatchMeasurer:
         opened.count_call(call)
         with (
             no_float16_autocast(wrapper.models),
-            contextlib.closing(iterate_steps(share, call, weigh, wrapper)) as each,
+            contextlib.closing(iterate_steps(share, call, weigh, wrapper)) as steps,
         ):
-            for step in itertools.islice(each, num_run):
+            for step in itertools.islice(steps, num_run):
                 with measure_time(wrapper.device) as took:
                     terms = opened.terms_of(self._loss_fn, self._subject.model, step)
                     opened.backward(terms, step)
@@ -194,18 +197,18 @@ class MicrobatchMeasurer:
         if any(code not in (0.0, LACKS_MEMORY) for code in codes):
             raise first_failure(ranks, failure)
         if any(codes):  # on each rank, which then goes on with fewer rows
-            raise failure or self._out_of_memory("it says why", sample, rows, who="another rank")
+            raise failure or self._out_of_memory("it says why", sample, rows, process="another rank")
 
-    def _out_of_memory(self, text: str, sample: Sample, rows: int, who: str | None = None) -> MegabatchError:
+    def _out_of_memory(self, text: str, sample: Sample, rows: int, process: str | None = None) -> MegabatchError:
         """Return the error of a measured update that ran out of memory, since the system had less than it reported."""
-        who, bound = who or whoever_runs(self._subject.wrapper.ranks.num_all), None
+        process, bound = process or whoever_runs(self._subject.wrapper.ranks.num_all), None
         samples, change = "a sample", "shorten it, checkpoint activations, or shard the model over more ranks"
         if rows > 1:
             bound = MicrobatchLimit(rows // 2, rows // 2 * max(1, sample.num_tokens))
             samples, change = f"{rows} samples", f"give max_microbatch_tokens={bound.tokens}"
         failure = MegabatchError(
-            f"{who} ran out of memory when it measured {samples} of {sample.num_tokens} tokens, the longest; {change} "
-            f"({text})"
+            f"{process} ran out of memory when it measured {samples} of {sample.num_tokens} tokens, the longest; "
+            f"{change} ({text})"
         )
         failure.shortage = Shortage(rank_of_process(), (), bound)
         return failure

@@ -13,13 +13,13 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import optim
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import start_profiler, stop_profiler
+from megabatch.torch_private.operations import start_profiler, stop_profiler
 from megabatch.wrappers.base import local
 from megabatch.wrappers.mesh import DataRanks
 
@@ -115,8 +115,8 @@ def device_text(device: torch.device) -> str:
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     with contextlib.suppress(*UNREADABLE):
-        whole = min([_parse_table(PROC / "meminfo")["MemTotal"], *(limit for limit, _ in _limits())])
-        return f"{device.type}, {whole / 2**30:.0f} GiB"
+        total = min([_parse_table(PROC / "meminfo")["MemTotal"], *(limit for limit, _ in _limits())])
+        return f"{device.type}, {total / 2**30:.0f} GiB"
     return device.type
 
 
@@ -169,10 +169,10 @@ def _measuring_cpu(needed: MemoryUse) -> Generator[None]:
     finally:
         threads: list[list[Any]] = stop_profiler()
     start = threads[0][0]
-    events = [each for events in threads for each in events if each.kind() == "memory_alloc"]
+    events = [event for events in threads for event in events if event.kind() == "memory_alloc"]
     total = 0
-    for each in sorted(events, key=start.cpu_elapsed_us):
-        total += each.cpu_memory_usage()
+    for event in sorted(events, key=start.cpu_elapsed_us):
+        total += event.cpu_memory_usage()
         needed.peak_bytes = max(needed.peak_bytes, total)
     needed.left_bytes = float(total)
     del threads, events, start
@@ -192,17 +192,18 @@ def estimate_state_bytes(optimizer: optim.Optimizer | None, parameters: list[tor
     each parameter.
     """
     if optimizer is None:
-        return 2.0 * sum(local(each.data).nbytes for each in parameters)
+        return 2.0 * sum(local(parameter.data).nbytes for parameter in parameters)
     missing = [
-        (group, local(each.data))
+        (group, local(parameter.data))
         for group in optimizer.param_groups
-        for each in group["params"]
-        if each.requires_grad and not optimizer.state.get(each)
+        for parameter in group["params"]
+        if parameter.requires_grad and not optimizer.state.get(parameter)
     ]
     # Only `LowBits` has a dtype of its states.
     if not isinstance(getattr(optimizer, "state_dtype", None), torch.dtype):
         return sum(_num_states(optimizer, group) * values.nbytes for group, values in missing)
-    every = [(_num_states(optimizer.optimizer, group), values) for group, values in missing]
+    inner: optim.Optimizer = cast(Any, optimizer).optimizer
+    every = [(_num_states(inner, group), values) for group, values in missing]
     return sum(values.nbytes * (2 * num + 1 if values.dtype == torch.bfloat16 else num) for num, values in every)
 
 
@@ -241,16 +242,16 @@ def free_bytes() -> float:
 
 def _limits() -> list[tuple[float, float]]:
     """Return the limit and use of each control group above this process, of either version."""
-    found: list[tuple[float, float]] = []
+    limits: list[tuple[float, float]] = []
     with contextlib.suppress(*UNREADABLE):
         for line in (PROC / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
                 base = CGROUP / controllers
                 within = base / path.strip("/")  # a container's file system may begin at its own group
-                found += [each for group in (within, *within.parents) if group.is_relative_to(base)
-                          for each in _limit_of(group)]  # fmt: skip
-    return found
+                for group in (within, *within.parents):
+                    limits += _limit_of(group) if group.is_relative_to(base) else []
+    return limits
 
 
 def _limit_of(group: Path) -> list[tuple[float, float]]:
@@ -259,9 +260,9 @@ def _limit_of(group: Path) -> list[tuple[float, float]]:
         "memory.limit_in_bytes": ("total_rss", "total_shmem"),
     }.items():
         with contextlib.suppress(*UNREADABLE):
-            whole = float((group / limit).read_text())  # "max" is no number and no limit
+            limit_bytes = float((group / limit).read_text())  # "max" is no number and no limit
             used = _parse_table(group / "memory.stat")
-            return [(whole, sum(used.get(name, 0.0) for name in names))]
+            return [(limit_bytes, sum(used.get(name, 0.0) for name in names))]
     return []
 
 

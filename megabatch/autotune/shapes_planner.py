@@ -1,21 +1,50 @@
 """Plans of microbatches of few shapes: the samples of each shape, and what fills it up."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Batch, Samples
+from megabatch.batching.samples import Batch, Batching, Microbatch, Samples, pad_right
 from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned
 from megabatch.errors import PlanError
-from megabatch.losses.contract import LossHooks
+from megabatch.losses.contract import LossHooks, is_own
+from megabatch.losses.ready_made import classification, next_token
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.planning.shapes import Shape, plan_in_shapes, shapes_within
+
+LOSSES = (next_token, classification)  # known to leave out labels of -100
+
+
+class InShapes(Batching):
+    """Fills each microbatch of one plan up to its shape.
+
+    Args:
+        origin: A `Padded` or a `OneRow`.
+        shapes: Rows and tokens, by the samples of a microbatch.
+    """
+
+    def __init__(self, origin: Batching, shapes: Mapping[tuple[int, ...], Shape]) -> None:
+        super().__init__(pad_right, origin.pad)
+        self._origin, self._shapes = origin, shapes
+        self.is_collated_by_user = origin.is_collated_by_user
+
+    @property
+    def origin(self) -> Batching:
+        """The batching of all calls."""
+        return self._origin
+
+    def collate(self, samples: list[Any], rows: Sequence[int]) -> Microbatch:
+        """Return samples as one microbatch of their shape."""
+        return cast(Any, self._origin).collate(samples, rows, self._shapes[tuple(rows)])
+
+    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """Return ``moved`` on memory of its own."""
+        return self._origin.owned(microbatch, moved)
 
 
 @dataclass(frozen=True)
 class ShapesPlanner(MicrobatchPlanner):
-    """Splits samples into microbatches of ``shapes``: rows and tokens, the longest first."""
+    """Splits samples into microbatches of ``shapes``: rows and tokens, the longest first. Empty before the choice."""
 
     shapes: tuple[Shape, ...] = ()
     fills_up: ClassVar[bool] = False
@@ -23,74 +52,78 @@ class ShapesPlanner(MicrobatchPlanner):
     @classmethod
     def of(cls, planner: MicrobatchPlanner, shapes: Sequence[Shape]) -> "ShapesPlanner":
         """Return a planner with the same settings and these shapes."""
-        settings = {each.name: getattr(planner, each.name) for each in fields(MicrobatchPlanner)}
+        settings = {setting.name: getattr(planner, setting.name) for setting in fields(MicrobatchPlanner)}
         return cls(**settings, shapes=tuple(shapes))
 
     @property
     def free(self) -> MicrobatchPlanner:
         """The same settings without shapes."""
-        return MicrobatchPlanner(**{each.name: getattr(self, each.name) for each in fields(MicrobatchPlanner)})
-
-    @property
-    def is_packed(self) -> bool:
-        """True if the samples of a microbatch lie in one row."""
-        return isinstance(self.collate, OneRow)
+        return MicrobatchPlanner(**{setting.name: getattr(self, setting.name) for setting in fields(MicrobatchPlanner)})
 
     def plan(self, samples: Samples) -> Plan:
         """Return the plan by which samples are split into microbatches."""
+        if not self.shapes:
+            if len(samples):
+                raise PlanError(
+                    "Shapes and the first forward_backward() chooses the shapes, from the lengths of all ranks; call "
+                    "it before plan(), or leave Shapes out"
+                )
+            return super().plan(samples)
         rows, tokens = self.limits
-        check_lengths(samples.lengths, None if self.learned is not None else tokens)
+        check_lengths(samples.lengths, self.stated_limits[1])
         cost, (sync, reason) = self.known_cost, self.choice
         plan = plan_in_shapes(
-            samples.lengths, self.shapes, rows, tokens, cost, packed=self.is_packed, num_positions=self._num_positions
+            samples.lengths,
+            self.shapes,
+            rows,
+            tokens,
+            cost,
+            packed=not self.has_rows,
+            num_positions=self._num_positions,
         )
         plan = replace(plan, sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
 
-    @property
-    def limits(self) -> tuple[int | None, int | None]:
-        """Samples and tokens of a microbatch, one of them None."""
-        rows, tokens = self.micro_batch_size, self.max_microbatch_tokens
-        if self.fit is not None:
-            rows, tokens = None, self.fit.max_microbatch_tokens
-        if self.learned is not None:
-            rows = None if rows is None else min(rows, self.learned.samples)
-            tokens = None if tokens is None else max(1, min(tokens, self.learned.tokens))
-        return rows, tokens
+    def of_forwards(self, verb: str, fn: object) -> MicrobatchPlanner:
+        """Return the planner of a call without a backward, which fills up for a known loss only."""
+        return self if self.shapes and verb == "evaluate" and _is_known(fn) else self.free
+
+    def check_goes_with(self, what: str) -> None:
+        raise PlanError(f"Shapes and {what}; leave one of the two out")
 
     @property
     def _num_positions(self) -> int | None:
-        return None if self.padding is None else self.padding.most_positions
+        return cast(Any, self.batching.pad).most_positions
 
     def fitted(self, plan: Plan, samples: Samples) -> Plan:
         """Return a plan that was made before. Raises `PlanError` if it is of other samples or shapes."""
-        made = super().fitted(plan, samples)
+        fitted = super().fitted(plan, samples)
         longest = max(samples.lengths, default=0)
         known = shapes_within(self.shapes, longest, *self.limits, self._num_positions)
-        for rows in made.microbatches:
+        for rows in fitted.microbatches:
             shape = plan.shapes.get(rows)
-            if shape not in known or not _holds(shape, made.lengths_of(rows), is_packed=self.is_packed):
+            if shape not in known or not _holds(shape, fitted.lengths_of(rows), is_packed=not self.has_rows):
                 raise PlanError("plan is of other shapes than those of this accumulator; make another")
-        return made
+        return fitted
 
     def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
         samples = self.samples(batch, hooks.prepare)
         plan = self.plan(samples) if given is None else self.fitted(given, samples)
         if plan.microbatches:
-            samples.shapes = {**self._of_dummy(samples), **plan.shapes}
+            samples.batching = InShapes(self.batching, {**self._of_dummy(samples), **plan.shapes})
         return collate_planned(samples, plan, hooks.weigh)
 
     def dummy(self, samples: Samples) -> Any:
         """Return the last sample of an earlier call as a microbatch, in the cheapest shape that is long enough."""
-        samples.shapes = self._of_dummy(samples)
+        samples.batching = InShapes(self.batching, self._of_dummy(samples))
         return samples.dummy()
 
     def _of_dummy(self, samples: Samples) -> dict[tuple[int, ...], Shape]:
         last = len(samples) - 1
         rows, tokens = self.limits
         alone = plan_in_shapes(
-            samples.lengths[-1:], self.shapes, rows, tokens, self.known_cost, packed=self.is_packed,
+            samples.lengths[-1:], self.shapes, rows, tokens, self.known_cost, packed=not self.has_rows,
             num_positions=self._num_positions,
         )  # fmt: skip
         return {(last,): alone.shapes[0,]}
@@ -100,3 +133,19 @@ def _holds(shape: Shape, lengths: Sequence[int], *, is_packed: bool) -> bool:
     if is_packed:
         return sum(max(1, length) for length in lengths) <= shape[1]
     return len(lengths) <= shape[0] and max(lengths) <= shape[1]
+
+
+def check_loss(loss_fn: object) -> None:
+    """Raise `PlanError` for a loss that may count tokens without a label."""
+    if not _is_known(loss_fn):
+        raise PlanError(
+            "Shapes fills microbatches up with tokens without a label, and only losses.next_token and "
+            "losses.classification are known to leave them out; give one of these, or leave Shapes out"
+        )
+
+
+def _is_known(loss_fn: object) -> bool:
+    """Return True for a loss that leaves out labels of -100, inside of the trainer's own code too."""
+    while loss_fn not in LOSSES and is_own(loss_fn) and hasattr(loss_fn, "__wrapped__"):
+        loss_fn = cast(Any, loss_fn).__wrapped__
+    return loss_fn in LOSSES

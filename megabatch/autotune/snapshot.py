@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.torch_private import buffers_of, is_fsdp1, transient_buffers
+from megabatch.torch_private.classes import is_fsdp1
+from megabatch.torch_private.module_members import buffers_of, transient_buffers
 from megabatch.wrappers.base import local
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # tables of parameters, buffers, modules and hooks
@@ -30,22 +31,22 @@ class ModuleSnapshot:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._is_training = module, module.training
         self._transient = transient_buffers(module).copy()
-        self._buffers = [(name, each, _copy(each)) for name, each in buffers_of(module).items()]
-        self._own = [(name, each, _copy(each)) for name, each in _own_attributes(module).items()]
+        self._buffers = [(name, buffer, _copy(buffer)) for name, buffer in buffers_of(module).items()]
+        self._own = [(name, attribute, _copy(attribute)) for name, attribute in _own_attributes(module).items()]
         self._syncs = module.require_forward_param_sync if isinstance(module, DistributedDataParallel) else None
 
     def put_back(self) -> None:
         """Set the module to what it was, in place."""
         self._module.training = self._is_training
         buffers_of(self._module).clear()
-        for name, each, copied in self._buffers:
-            buffers_of(self._module)[name] = _restore(each, copied)
+        for name, buffer, copied in self._buffers:
+            buffers_of(self._module)[name] = _restore(buffer, copied)
         transient_buffers(self._module).clear()
         transient_buffers(self._module).update(self._transient)
         for name in _own_attributes(self._module).keys() - {name for name, _, _ in self._own}:
             del vars(self._module)[name]
-        for name, each, copied in self._own:
-            vars(self._module)[name] = _restore(each, copied)
+        for name, attribute, copied in self._own:
+            vars(self._module)[name] = _restore(attribute, copied)
         if self._syncs is not None:
             cast(DistributedDataParallel, self._module).require_forward_param_sync = self._syncs
 
@@ -53,8 +54,8 @@ class ModuleSnapshot:
 @torch.no_grad()
 def parameter_norms(parameters: Iterable[nn.Parameter]) -> list[bytes]:
     """Return the norm of each local parameter as bytes, which differ after a change, even for NaN."""
-    found = [float(torch.linalg.vector_norm(local(each.data).detach().float())) for each in parameters]
-    return [struct.pack("d", math.nan if math.isnan(each) else each) for each in found]
+    norms = [float(torch.linalg.vector_norm(local(parameter.data).detach().float())) for parameter in parameters]
+    return [struct.pack("d", math.nan if math.isnan(norm) else norm) for norm in norms]
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -62,12 +63,12 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     if isinstance(module, DistributedDataParallel) or is_fsdp1(module):
         return {}
     return {
-        name: each
-        for name, each in vars(module).items()
+        name: attribute
+        for name, attribute in vars(module).items()
         if name not in OF_EVERY_MODULE
         and name != OF_HOOKS
         and not name.startswith(OF_TORCH)
-        and not (isinstance(each, Tensor) and each.requires_grad)
+        and not (isinstance(attribute, Tensor) and attribute.requires_grad)
     }
 
 

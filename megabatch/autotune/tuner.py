@@ -17,9 +17,10 @@ from megabatch.autotune.memory import GIVE_A_BOUND, check_device, check_measurab
 from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
 from megabatch.batching.samples import Batch, Samples
 from megabatch.engine import random_state
-from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, StatedLimit, first_failure
+from megabatch.engine.call import REPLAN, MicrobatchPlanner, PreparedBatch, first_failure
+from megabatch.engine.extension import Extension
 from megabatch.engine.update import OpenUpdate
-from megabatch.errors import MegabatchError, PlanError, require_positive
+from megabatch.errors import MegabatchError, PlanError, ReplanError
 from megabatch.losses.contract import CoupledLoss, LossFunction
 from megabatch.planning.limits import (
     MeasuredMicrobatch,
@@ -33,7 +34,7 @@ from megabatch.planning.limits import (
     largest_fitting,
     search,
 )
-from megabatch.torch_private import is_fsdp2
+from megabatch.torch_private.classes import is_fsdp2
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients
 from megabatch.wrappers.mesh import DataRanks
@@ -41,7 +42,7 @@ from megabatch.wrappers.mesh import DataRanks
 TIMED_ROWS = 8  # at most: enough to hide the cost of launches, and quick
 
 
-class MicrobatchTuner(StatedLimit):
+class MicrobatchTuner(Extension):
     """Chooses the limit of microbatches by measuring some.
 
     Args:
@@ -54,19 +55,20 @@ class MicrobatchTuner(StatedLimit):
         PlanError: For a device, model or wrapper that cannot be measured.
     """
 
+    plans_anew = True
+
     def __init__(self, model: Any, wrapper: Wrapper, wide: WideGradients, memory_bytes: float | None) -> None:
         self.wrapper, self._memory_bytes = wrapper, memory_bytes
+        self._optimizer: Any = None  # for whose states a measurement leaves room
         self._subject = MeasuredModel(model, wrapper, wide)
         self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and its longest measured sample
         self._num_settled = 0  # samples of a call for which the limit has stayed
-        if memory_bytes is not None:
-            require_positive("memory_bytes", memory_bytes)
         self._check_auto()
 
     def _check_auto(self) -> None:
         """Raise `PlanError` for a model that a measured microbatch would change, or would not represent."""
         check_device(self.wrapper.device)
-        devices = {str(each.device): None for model in self.wrapper.models for each in model.parameters()}
+        devices = {str(parameter.device): None for model in self.wrapper.models for parameter in model.parameters()}
         if len(devices) > 1:
             raise PlanError(
                 f"the model has parameters on {' and '.join(devices)}, of which the memory of one is measured, and "
@@ -84,45 +86,42 @@ class MicrobatchTuner(StatedLimit):
                     f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
                 )
 
+    def reserve_for(self, gradient: Any, optimizer: Any) -> None:
+        """Leave room for the states of ``optimizer``."""
+        self._optimizer = optimizer
+
+    def tune(self, gradient: Any, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:
+        gradient.planner = self.fitted(gradient.planner, batch, loss_fn, gradient.open_update)
+
     def before_call(self, gradient: Any, batch: Batch, loss_fn: LossFunction | CoupledLoss) -> None:
         """Choose the limit before the first call."""
         if gradient.fit is None:
             gradient.tune(batch, loss_fn)
 
     def check_call(
-        self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | CoupledLoss, opened: OpenUpdate | None
+        self, gradient: Any, batch: Batch, prepared: PreparedBatch | None, loss_fn: LossFunction | CoupledLoss
     ) -> None:
-        """Raise `PlanError` for a `JointLoss`, and for a sample of a later call that is longer than the limit."""
+        """Raise `ReplanError` if the samples may need another limit, which `fitted` then decides on all ranks.
+
+        Raises `PlanError` for a `JointLoss`, and for a sample of a later call that is longer than the limit.
+        """
         _refuse_joint_loss(loss_fn)
-        bound = None if planner.fit is None else planner.fit.max_microbatch_tokens
-        if bound is None or not _has_gradients(opened):
+        fit = gradient.fit
+        if fit is None:  # no rank had a sample to measure
             return
-        longest = max(planner.samples(batch).lengths, default=0)
-        if longest > bound:
+        samples = gradient.planner.samples(batch) if prepared is None else prepared.samples
+        longest, rows, bound = max(samples.lengths, default=-1), len(samples), fit.max_microbatch_tokens
+        if not _has_gradients(gradient.open_update):
+            is_new = self._measured is None and longest == fit.longest_tokens  # of a limit that was chosen elsewhere
+            is_larger = rows > self._num_settled and fit.is_outgrown(rows, rows * longest)
+            if is_new or longest > fit.longest_tokens or is_larger:
+                raise ReplanError(REPLAN[-1])
+        elif longest > bound:
             raise PlanError(
                 f"a sample of {longest} tokens comes in a later call of an update, when there are gradients beside "
                 f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
                 "first call or to tune(), or give max_microbatch_tokens="
             )
-
-    def is_outgrown(
-        self, planner: MicrobatchPlanner, batch: Batch, prepared: PreparedBatch | None, opened: OpenUpdate | None
-    ) -> bool:
-        """Return True if this rank's samples may need another limit, which `fitted` then decides on all ranks.
-
-        ``prepared`` are the samples, or None where they could not be prepared by the limit of now.
-        """
-        fit = planner.fit
-        if fit is None or _has_gradients(opened):
-            return False
-        try:
-            lengths = planner.samples(batch).lengths if prepared is None else prepared.samples.lengths
-        except Exception:  # the error for which they were not prepared
-            return False
-        longest, rows = max(lengths, default=-1), len(lengths)
-        is_new = self._measured is None and longest == fit.longest_tokens  # of a limit that was chosen elsewhere
-        is_larger = rows > self._num_settled and fit.is_outgrown(rows, rows * longest)
-        return is_new or longest > fit.longest_tokens or is_larger
 
     def fitted(
         self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | CoupledLoss, opened: OpenUpdate | None
@@ -151,24 +150,24 @@ class MicrobatchTuner(StatedLimit):
         self.wrapper.check_unchanged()
         drop_gradients(self.wrapper.parameters)
         with restoring(self._subject, opened, GIVE_A_BOUND):
-            measurer = MicrobatchMeasurer(self._subject, planner, longest, loss_fn, self.optimizer)
+            measurer = MicrobatchMeasurer(self._subject, planner, longest, loss_fn, self._optimizer)
             measurer.warm_up()
             measurer.budget = measure_budget(self.wrapper.device, self._memory_bytes, self.wrapper.ranks)
             yield measurer
 
     def find_longest(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction) -> LongestSample | None:
         """Return the longest sample of all ranks or of an earlier call; None if the limit stays."""
-        ranks, told, failure, samples = self.wrapper.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
+        ranks, announced, failure, samples = self.wrapper.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
         known = None
         if self._measured is not None and self._measured[0]() is unwrap(cast(Any, loss_fn)):
             known = self._measured[1]
         knowledge = -1.0 if self._measured is None else float(known is not None)
         try:
             samples = planner.samples(batch)
-            told = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths), knowledge]
+            announced = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths), knowledge]
         except Exception as error:  # the user's length may raise anything, and the other ranks must know
             failure = error
-        failed, counts, lengths, sums, knows = zip(*ranks.exchange_numbers(told), strict=True)
+        failed, counts, lengths, sums, knows = zip(*ranks.exchange_numbers(announced), strict=True)
         if any(failed):
             raise first_failure(ranks, failure)
         assert samples is not None  # only a failure leaves it out
@@ -198,7 +197,7 @@ class MicrobatchTuner(StatedLimit):
         failed, *offers = zip(*ranks.exchange_objects((failure is not None, longest, usual)), strict=True)
         if any(failed):
             raise first_failure(ranks, failure)
-        longest, usual = (next(each for each in of_all if each is not None) for of_all in offers)
+        longest, usual = (next(offer for offer in of_all if offer is not None) for of_all in offers)
         return longest, usual
 
     def _tune(self, measurer: MicrobatchMeasurer, longest: LongestSample, most_rows: int) -> TunedLimit:
@@ -206,16 +205,17 @@ class MicrobatchTuner(StatedLimit):
         tokens = bound_tokens(measured, measurer.space, longest.num_tokens, most_rows)
         largest = largest_fitting(measured, measurer.space)
         if tokens is None or largest is None:
-            left = max(0.0, measurer.space.allowed)
+            left_bytes = max(0.0, measurer.space.allowed)
             raise PlanError(
                 f"one sample of {longest.num_tokens} tokens needs {in_gib(measured[0].num_bytes)}, and parameters, "
-                f"gradients and states leave {in_gib(left)} of the {in_gib(measurer.limit_bytes)} that may be used; "
-                "give more memory, shorten it, shard the model or recompute activations"
+                f"gradients and states leave {in_gib(left_bytes)} of the {in_gib(measurer.limit_bytes)} that may be "
+                "used; give more memory, shorten it, shard the model or recompute activations"
             )
         is_limited = tokens < longest.most_rows * longest.num_tokens  # by memory
         gains = not gains_little(fitting(measured, measurer.space))  # by larger ones
-        measured = [each for each in measured if math.isfinite(each.num_bytes)]
-        timed = [TimedMicrobatch(each.rows, longest.num_tokens, each.seconds or 0.0) for each in measured]
+        measured = [microbatch for microbatch in measured if math.isfinite(microbatch.num_bytes)]
+        tokens_each = longest.num_tokens
+        timed = [TimedMicrobatch(microbatch.rows, tokens_each, microbatch.seconds or 0.0) for microbatch in measured]
         if longest.usual.num_tokens != longest.sample.num_tokens:  # which tells attention from the rest
             timed.append(measurer.measure_seconds(longest.usual, min(TIMED_ROWS, largest.rows)))
         cost = cost_of(measured, measurer.space, measurer.stays_bytes, longest.num_tokens, timed)
@@ -239,25 +239,25 @@ class MicrobatchTuner(StatedLimit):
 def restoring(subject: MeasuredModel, opened: OpenUpdate | None, advice: str) -> Generator[None]:
     """Restore all state after measured updates; raise if a forward has written to parameters. Collective."""
     models = subject.wrapper.models
-    modules = {id(each): each for model in models for each in model.modules()}.values()
+    modules = {id(module): module for model in models for module in model.modules()}.values()
     for module in modules:
         if is_fsdp2(module):
             module.reshard()  # an evaluation may have left it gathered
-    kept = [ModuleSnapshot(module) for module in modules]
-    parameters = {name: each for model in models for name, each in model.named_parameters()}
+    snapshots = [ModuleSnapshot(module) for module in modules]
+    parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
     before = parameter_norms(parameters.values())
-    state, others = random_state.note(subject.wrapper.device), (random.getstate(), np.random.get_state())
+    state, other_generators = random_state.note(subject.wrapper.device), (random.getstate(), np.random.get_state())
     try:
         yield
     finally:
         subject.discard()
         if opened is not None:  # an earlier call had no samples
             subject.wide.begin()
-        for each in kept:
-            each.put_back()
+        for snapshot in snapshots:
+            snapshot.put_back()
         random_state.put_back(state)
-        random.setstate(others[0])
-        np.random.set_state(others[1])
+        random.setstate(other_generators[0])
+        np.random.set_state(other_generators[1])
     now = parameter_norms(parameters.values())
     moved = [name for name, a, b in zip(parameters, before, now, strict=True) if a != b]
     _check_moved(moved, subject.wrapper.ranks, advice)

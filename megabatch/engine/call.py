@@ -6,24 +6,19 @@ Errors in a batch are found here, before the first forward, and are raised on al
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import NoneType
-from typing import Any, ClassVar, NamedTuple, cast
+from functools import cached_property, partial
+from typing import ClassVar, NamedTuple, cast
 
-from torch import Tensor, optim
+from torch import Tensor
 
-from megabatch.batching import context_parallel
-from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import Padding, note_padding
-from megabatch.batching.samples import STOPPED, Batch, Collate, Length, Microbatch, Samples
-from megabatch.batching.shared_prefix import SharedPrefix
-from megabatch.batching.tree import clone, memory_of, to_device
+from megabatch.batching.samples import STOPPED, Batch, Batching, Length, Microbatch, Samples
+from megabatch.batching.tree import clone, to_device
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.engine.ownership import ByLoss
-from megabatch.errors import LossContractError, MegabatchError, MicrobatchLimit, PlanError
-from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights, is_own
+from megabatch.errors import LossContractError, MegabatchError, MicrobatchLimit, PlanError, ReplanError
+from megabatch.losses.contract import LossHooks, Prepare, Weigh, counted_weights, is_own
 from megabatch.losses.padded_targets import check_weights
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import (
@@ -31,15 +26,12 @@ from megabatch.planning.plan import (
     Plan,
     check_lengths,
     pad_with_dummies,
-    plan_kinds,
-    plan_share,
     priced,
-    without_padding,
 )
-from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.base import Wrapper, policies_of_call
 from megabatch.wrappers.mesh import DataRanks
 
-MAX_COMPARED = 8  # samples of a row whose common weight is compared with the sum of their own
+REPLAN = (False, False, "the samples need another microbatch limit")  # what a rank tells of a `ReplanError`
 MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
 
 
@@ -72,15 +64,12 @@ class PreparedBatch:
 
     def rows(self, index: int) -> tuple[int, ...]:
         """Return the samples of microbatch ``index``. After the end of the plan, return those of a dummy microbatch."""
-        cut, last = self.plan.microbatches, len(self.samples) - 1
+        cut = self.plan.microbatches
         if index < len(cut) or not cut:
             return cut[index] if cut else ()
         if self.plan.shapes:
-            return (last,)  # which has the cheapest shape that is long enough
-        if self.samples.deferred is None:
-            return cut[-1]
-        several = self.plan.padded and last in cut[-1]  # in one row, the copies may be longer than the row
-        return (last,) * (len(cut[-1]) if several else 1)
+            return (len(self.samples) - 1,)  # which has the cheapest shape that is long enough
+        return self.samples.dummy_rows(self.plan)
 
     def take_part(
         self, rows: tuple[int, ...], weigh: Weigh | None
@@ -88,21 +77,9 @@ class PreparedBatch:
         """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
         microbatch = self.samples.take(rows)
         weighed = {} if weigh is None else weights_of(weigh, microbatch)
-        given = None if self.samples.deferred is None or weigh is None else self.samples.deferred.weights
-        announced = weighed if given is None else counted_weights(sum(given[row] for row in rows))
+        given_weight = None if weigh is None else self.samples.given_weight(rows)
+        announced = weighed if given_weight is None else counted_weights(given_weight)
         return microbatch, announced, weighed
-
-    def count_again(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
-        """Return the weights that ``weigh`` counts in a planned microbatch; `Deferred` may have announced others."""
-        if self.samples.deferred is None or self.samples.deferred.weights is None:
-            return self.weights[index]
-        weights = weights_of(weigh, microbatch)
-        if weights.keys() != {PAIR_NAME}:
-            raise LossContractError(
-                f"weigh names the terms {sorted(weights)} but weights of Deferred have no name; "
-                "return a number from weigh, or leave weights out"
-            )
-        return weights
 
 
 @dataclass(frozen=True)
@@ -111,64 +88,67 @@ class MicrobatchPlanner:
 
     micro_batch_size: int | None
     max_microbatch_tokens: int | None
-    collate: Collate | None
+    batching: Batching
     length: Length | None
     choice: tuple[str, str]  # the sync policy, and why it is this one
     ranks: DataRanks
     cost: CostModel | None  # the user's cost model
     fit: TunedLimit | None = None  # the measured limit, if the user gave none
     learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
-    padding: Padding | None = None  # the default collate
     compared: ByLoss[bool] = field(default_factory=ByLoss[bool], compare=False)  # weigh that counted no padding
     fills_up: ClassVar[bool] = True  # microbatches may be cut smaller than `plan` cut them
+    cuts_samples: ClassVar[bool] = False  # microbatches may hold parts of samples
 
     @property
     def is_auto(self) -> bool:
         """True if the limit is to be measured."""
         return self.micro_batch_size is None and self.max_microbatch_tokens is None
 
-    @property
+    @cached_property
     def known_cost(self) -> CostModel | None:
         """The cost by which samples are split: given or measured. None: relative defaults."""
         return self.cost or (self.fit and self.fit.cost)
 
+    @cached_property
+    def stated_limits(self) -> tuple[int | None, int | None]:
+        """Samples and tokens of a microbatch as they were given or measured; both None before the measurement."""
+        if self.fit is not None:
+            return None, self.fit.max_microbatch_tokens
+        return self.micro_batch_size, self.max_microbatch_tokens
+
+    @cached_property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Samples and tokens of a microbatch, no more than have fit in memory."""
+        rows, tokens = self.stated_limits
+        if self.learned is not None:
+            rows = None if rows is None else min(rows, self.learned.samples)
+            tokens = None if tokens is None else max(1, min(tokens, self.learned.tokens))
+        return rows, tokens
+
+    @property
+    def has_rows(self) -> bool:
+        """True if each sample is a whole row of its microbatch."""
+        return self.batching.has_rows
+
     def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
         """Return the batch as samples, which `Samples.take` turns into the microbatches that the loss is given."""
-        if self.ranks.context_groups:
-            prepare = partial(context_parallel.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
-        return Samples(batch, self.collate, self.length, prepare, self.padding)
+        return self.batching.samples(batch, self.length, prepare)
 
     def plan(self, samples: Samples) -> Plan:
         """Return the plan by which samples are split into microbatches."""
-        rows, tokens, lengths = self.micro_batch_size, self.max_microbatch_tokens, samples.lengths
-        if self.fit is not None:
-            rows, tokens = None, self.fit.max_microbatch_tokens
-        elif rows is None and tokens is None:
+        rows, tokens = self.limits
+        if rows is None and tokens is None:
             if len(samples):
                 raise PlanError(
                     'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the limit, '
                     "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
                 )
             rows = 1  # without samples any limit does
-        check_lengths(lengths, tokens)
-        if self.learned is not None and rows is not None:
-            rows = min(rows, self.learned.samples)
-        if self.learned is not None and tokens is not None:
-            tokens = max(min(tokens, self.learned.tokens), 1)
-            lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
-        cost = self.cost or (self.fit and self.fit.cost)  # `known_cost`, without a frame in each call
-        if isinstance(self.collate, SharedPrefix):
-            assert tokens is not None  # or the accumulator was not made
-            plan = self.collate.plan(samples, tokens, cost)
-        else:
-            kinds = samples.kinds()
-            plan = (
-                plan_share(lengths, rows, tokens, cost)
-                if kinds is None
-                else plan_kinds(kinds, lengths, rows, tokens, cost)
-            )
-        if isinstance(self.collate, OneRow):
-            plan = without_padding(lengths, plan, tokens)
+        check_lengths(samples.lengths, self.stated_limits[1])
+        # A sample that is longer than what has fit in memory goes alone.
+        lengths = samples.lengths if tokens is None else [min(length, tokens) for length in samples.lengths]
+        cost = self.known_cost
+        plan = self.batching.plan(samples, lengths, (rows, tokens), cost)
         sync, reason = self.choice
         plan = replace(plan, lengths=tuple(samples.lengths), sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
@@ -176,6 +156,16 @@ class MicrobatchPlanner:
     def of_call(self, batch: Batch) -> "MicrobatchPlanner":
         """Return the planner of one call. Collective where the plan depends on the samples of other ranks."""
         return self
+
+    def of_forwards(self, verb: str, fn: object) -> "MicrobatchPlanner":
+        """Return the planner of a call without a backward, of the method ``verb`` with a loss or function."""
+        return self
+
+    def check_goes_with(self, what: str) -> None:
+        """Raise `PlanError` for something that this planner does not go with."""
+
+    def check_told(self, weights: dict[str, float]) -> None:
+        """Raise `PlanError` for weights of an update, told to `open`, that this planner does not go with."""
 
     def dummy(self, samples: Samples) -> Microbatch:
         """Return the last sample of an earlier call as a microbatch, for a rank without samples."""
@@ -215,36 +205,30 @@ class MicrobatchPlanner:
         cut = tuple(rows for rows in plan.microbatches if rows)
         if sorted(row for rows in cut for row in rows) != list(range(len(samples))):
             raise PlanError("plan has not every sample once; give what plan() returned, or last_plan")
-        if plan.padded == isinstance(self.collate, OneRow):
-            raise PlanError(
-                "plan is of samples that lie in one row, or that are padded, and these are not; make another"
-            )
-        if plan.shared and not isinstance(self.collate, SharedPrefix):
-            raise PlanError("plan is of samples that share prefixes, and these do not; make another")
-        if plan.shared:
-            cast(SharedPrefix, self.collate).check(samples, plan)
+        self.batching.check_plan(samples, plan)
         sync, reason = self.choice
         return replace(plan, microbatches=cut, sync=sync, reason=reason, num_split=0, steps=())
 
     def is_repeatable(self, hooks: LossHooks) -> bool:
         """Return True if no function of the user's that may draw random numbers is called to prepare a batch."""
-        return type(self.collate) in (NoneType, OneRow) and (hooks.prepare is None or is_own(hooks.prepare))
+        return self.batching.is_repeatable and (hooks.prepare is None or is_own(hooks.prepare))
 
     def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
         samples = self.samples(batch, hooks.prepare)
         plan = self.plan(samples) if given is None else self.fitted(given, samples)
-        weigh = hooks.weigh
-        if self.ranks.context_groups:
-            self._check_stretches(batch, samples, plan, hooks)
-            weigh = self.weigh_own(weigh)
-        if isinstance(self.collate, OneRow) and plan.microbatches:
-            _check_rows(samples, plan, weigh)
-            samples.forget_early()
-        samples.shared = plan.shared
-        prepared = collate_planned(samples, plan, weigh)
-        self._check_padding(samples, plan, hooks)
+        self.check(samples, plan, hooks)
+        prepared = collate_planned(samples, plan, self.weigh_own(hooks.weigh))
+        self.check_padding(samples, plan, hooks)
         return prepared if given is None else replace(prepared, is_given=True)
+
+    def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
+        """Return the function that counts what this rank weighs of a microbatch of `samples`."""
+        return weigh
+
+    def check(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
+        """Raise `LossContractError` for a loss whose weight the samples do not have, before they are collated."""
+        self.batching.check(samples, plan, hooks)
 
     def complete(
         self, prepared: PreparedBatch, agreement: "CallAgreement", hooks: LossHooks, wrapper: Wrapper
@@ -261,64 +245,25 @@ class MicrobatchPlanner:
 
         return fill_up(self, prepared, agreement, hooks, wrapper)
 
-    def _check_padding(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
+    def check_padding(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
         """Raise `LossContractError` for a weight that counts padding. Compare each ``weigh`` once."""
         weigh = hooks.weigh
-        if weigh is None or self.ranks.context_groups or self.compared.get(weigh):
+        if weigh is None or self.compared.get(weigh):
             return
         if hooks.prepare is not None and not is_own(hooks.prepare):  # it may draw random numbers
             return
-        if check_weights(samples, plan, weigh):
+        if check_weights(samples, plan, hooks):
             self.compared.set(weigh, True)
-
-    def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
-        """Return the function that counts what this rank weighs of a microbatch of `samples`, cut over "cp"."""
-        return weigh
-
-    def _check_stretches(self, batch: Batch, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
-        """Raise for a loss that needs whole samples, and for weights that do not add up over stretches."""
-        if hooks.prepare not in (None, note_padding):
-            raise PlanError(
-                "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; "
-                "prepare them in the collate function, or leave the cp axis out"
-            )
-        if hooks.weigh is None or not plan.microbatches:
-            return
-        if samples.deferred is not None and samples.deferred.weights is not None:
-            raise PlanError(
-                "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave "
-                "weights out"
-            )
-        whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
-        check_weights_of_stretches(whole, hooks.weigh, self.ranks.context_degree)
-
-
-class StatedLimit:
-    """A microbatch limit that is a number. One that is measured overrides every method."""
-
-    optimizer: optim.Optimizer | None = None  # for whose states a measurement leaves room
-
-    def before_call(self, gradient: Any, batch: Batch, loss_fn: Any) -> None:
-        """Measure the limit of an accumulator before its first call. Collective."""
-
-    def check_call(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: Any, opened: Any) -> None:
-        """Raise `PlanError` for a call for which the limit was not measured."""
-
-    def is_outgrown(
-        self, planner: MicrobatchPlanner, batch: Batch, prepared: PreparedBatch | None, opened: Any
-    ) -> bool:
-        """Return True if this rank's samples may need another limit."""
-        return False
-
-    def fitted(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: Any, opened: Any) -> MicrobatchPlanner:
-        """Return the planner with a limit for this batch. Collective."""
-        return planner
 
 
 def weights_of(weigh: Weigh, microbatch: Microbatch) -> dict[str, float]:
     """Return the weights that ``weigh`` counts in a microbatch, by term."""
+    return counted_weights(_call_weigh(weigh, microbatch))
+
+
+def _call_weigh(weigh: Weigh, microbatch: Microbatch) -> object:
     try:
-        return counted_weights(weigh(microbatch))
+        return weigh(microbatch)
     except StopIteration as error:
         raise LossContractError(f"weigh {STOPPED}") from error
 
@@ -327,18 +272,9 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
     """Collate and weigh the planned microbatches on the CPU. Keep no microbatch of a deferred batch."""
     if weigh is None:
         return PreparedBatch(samples, plan, (), ())
-    if samples.deferred is not None and (given := samples.deferred.weights) is not None:
-        sums = (sum(given[row] for row in rows) for rows in plan.microbatches)
-        weights = tuple(map(counted_weights, sums))
-        total = sum(each[PAIR_NAME] for each in weights)
-        return PreparedBatch(samples, plan, (), weights, {PAIR_NAME: total} if weights else {})
-    kept: tuple[Microbatch, ...] = ()
-    if samples.deferred is None:
-        is_own = samples.is_collated_by_user
-        kept = _take_all(samples, plan) if is_own else tuple(map(samples.take, plan.microbatches))
-    # A comprehension would hold a microbatch of a deferred batch while the next is loaded.
     try:
-        weights = tuple(map(partial(weights_of, weigh), kept or map(samples.take, plan.microbatches)))
+        collated, counts = samples.weigh(plan.microbatches, partial(_call_weigh, weigh))
+        weights = tuple(map(counted_weights, counts))
     except KeyError as error:
         if len(kinds := samples.keys()) < 2:
             raise
@@ -346,64 +282,13 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
             f"weigh asks for {error} and samples of one batch have the keys {list(kinds[0])} and {list(kinds[1])}; "
             "give it to all"
         ) from error
-    names = [sorted(each) for each in weights]
+    names = [sorted(weight) for weight in weights]
     if any(each != names[0] for each in names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
     if names and len(names[0]) > MAX_WEIGHED_TERMS:
         raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
-    weight_sums = {name: sum(each[name] for each in weights) for name in (names[0] if names else ())}
-    return PreparedBatch(samples, plan, kept, weights, weight_sums)
-
-
-def _take_all(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
-    """Take every microbatch of the user's collate. Copy them if it fills the same buffers again."""
-    kept: list[Microbatch] = []
-    memory: set[int] = set()
-    for rows in plan.microbatches:
-        kept.append(samples.take(rows))
-        own = memory_of(kept[-1])
-        if not own.isdisjoint(memory):
-            return tuple(clone(samples.take(rows)) for rows in plan.microbatches)
-        memory |= own
-    return tuple(kept)
-
-
-def _check_rows(samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
-    """Raise `LossContractError` if samples lie in one row and a weight may count rows."""
-    if weigh is None:
-        raise LossContractError(
-            "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts "
-            "rows would not be seen; give weigh=, see megabatch.loss, or leave OneRow out"
-        )
-    together = next((rows for rows in plan.microbatches if len(rows) > 1), ())
-    if together and (samples.deferred is None or samples.deferred.weights is None):
-        check_weights_of_row(samples, together[:MAX_COMPARED], weigh)
-
-
-def check_weights_of_row(samples: Samples, rows: Sequence[int], weigh: Weigh) -> None:
-    """Raise `LossContractError` if the weight of samples in one row is not the sum of their own weights."""
-    together = counted_weights(weigh(samples.take(rows)))
-    alone = [counted_weights(weigh(samples.take([row]))) for row in rows]
-    for name, weight in together.items():
-        added = sum(each.get(name, 0.0) for each in alone)
-        if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
-            raise LossContractError(
-                f"weigh counts {weight:.10g} in samples of one row and {added:.10g} in the same one by one; under "
-                "OneRow count positions (of shift_labels, say), not rows"
-            )
-
-
-def check_weights_of_stretches(microbatch: Microbatch, weigh: Weigh, degree: int) -> None:
-    """Raise `LossContractError` if the weights of the stretches do not add up to the weight of the whole microbatch."""
-    whole = counted_weights(weigh(context_parallel.stretch(microbatch, 0, 1)))
-    parts = [counted_weights(weigh(context_parallel.stretch(microbatch, index, degree))) for index in range(degree)]
-    for name, weight in whole.items():
-        added = sum(part.get(name, 0.0) for part in parts)
-        if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
-            raise LossContractError(
-                f"weigh counts {weight:g} in whole sequences and {added:g} in their {degree} stretches; under cp count "
-                "positions (of shift_labels, say), not samples, which every rank sees"
-            )
+    weight_sums = {name: sum(weight[name] for weight in weights) for name in (names[0] if names else ())}
+    return PreparedBatch(samples, plan, collated, weights, weight_sums)
 
 
 @dataclass(frozen=True)
@@ -416,14 +301,12 @@ class CallAgreement:
     weights: dict[str, float]  # by weighed term; empty without weigh
     dummy: Callable[[], Microbatch] | None  # makes a dummy microbatch, for a rank that has fewer than the others
     compares_order: bool = False  # ranks compare each collective of the call before it begins
-    is_outgrown: bool = False  # a rank's samples need another limit: nothing else is agreed on
 
 
 class RankReport(NamedTuple):
     """Numbers that a rank reports to the others about its part of a call."""
 
     failed: float
-    is_outgrown: float  # the samples need another limit than the measured one
     num_microbatches: float
     num_samples: float
     num_tokens: float
@@ -449,7 +332,7 @@ class MicrobatchStep:
 
 def agree_on_call(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None, weigh: Weigh | None,
-    remembered: Callable[[], Microbatch | None], *, is_outgrown: bool = False,
+    remembered: Callable[[], Microbatch | None],
 ) -> CallAgreement:  # fmt: skip
     """Agree with the other ranks on a call. This takes one message between hosts, and none for a single rank.
 
@@ -459,42 +342,43 @@ def agree_on_call(
         failure: The error that prevented it. It is raised on all ranks, so that none is left waiting.
         weigh: Counts the weights of the loss.
         remembered: Returns a dummy microbatch from an earlier call with this loss, or None if there was none.
-        is_outgrown: This rank's samples need another limit than the measured one.
     """
     ranks = wrapper.ranks
-    if ranks.is_alone and prepared is None and not is_outgrown:
-        raise cast(Exception, failure)
-    reports = [] if ranks.is_alone else _exchange_reports(wrapper, prepared, failure, remembered, is_outgrown)
-    if is_outgrown or any(each.is_outgrown for each in reports):
-        return CallAgreement(0, 0, 0, {}, None, is_outgrown=True)
-    assert prepared is not None  # else its failure was raised
-    num_microbatches, samples = len(prepared.plan.microbatches), prepared.samples
     if ranks.is_alone:
-        num_samples, weights = samples.num_samples, prepared.weight_sums
-        return CallAgreement(num_microbatches, num_samples, samples.num_tokens, weights, dummy=None)
+        if prepared is None:
+            raise cast(Exception, failure)
+        samples, num_microbatches = prepared.samples, len(prepared.plan.microbatches)
+        return CallAgreement(
+            num_microbatches, samples.num_samples, samples.num_tokens, prepared.weight_sums, dummy=None
+        )
+    reports = _exchange_reports(wrapper, prepared, failure, remembered)
+    assert prepared is not None  # else its failure was raised
     _check_same_samples(ranks, reports)
-    keys = {each.keys_hash for each in reports} - {0.0}
-    if wrapper.forwards_meet and (len(keys) > 1 or min(keys, default=0.0) < 0):
+    keys = {report.keys_hash for report in reports} - {0.0}
+    if len(keys) > 1 or min(keys, default=0.0) < 0:  # they are told where forwards meet
         raise PlanError(
             f"samples have other keys on other ranks, or on one rank, and with {wrapper.kind_name} ranks wait for each "
             "other in every submodule; give all samples of a call the same keys, an image of zeros say"
         )
-    if len({each.names_hash for each in reports if each.num_microbatches}) > 1:
+    if len({report.names_hash for report in reports if report.num_microbatches}) > 1:
         raise LossContractError("weigh names other terms on other ranks; name the same terms everywhere")
-    num_microbatches = int(max(each.num_microbatches for each in reports))
-    everyone_has = all(each.has_sample for each in reports)
+    num_microbatches = int(max(report.num_microbatches for report in reports))
+    everyone_has = all(report.has_sample for report in reports)
     dummy = _dummy(ranks, prepared, num_microbatches, remembered, everyone_has=everyone_has)
     names = list(prepared.weight_sums)
-    if weigh is not None and num_microbatches and not all(each.num_microbatches for each in reports):
+    # Known to all ranks, since an idle one may have another loss.
+    is_weighed = any(report.names_hash for report in reports)
+    if is_weighed and not all(report.num_microbatches for report in reports):
         names = next(filter(None, ranks.exchange_objects(names)), [])  # an idle rank does not know them
-    data, weights = reports[: ranks.degree], zip(*(each.weights for each in reports[: ranks.num_weighing]), strict=True)
+    data = reports[: ranks.degree]
+    weights = zip(*(report.weights for report in reports[: ranks.num_weighing]), strict=True)
     return CallAgreement(
         num_microbatches=num_microbatches,
         num_samples=int(sum(each.num_samples for each in data)),
         num_tokens=int(sum(each.num_tokens for each in data)),
         weights=dict(zip(names, map(sum, weights), strict=False)),
         dummy=dummy,
-        compares_order=any(each.compares_order for each in reports),
+        compares_order=any(report.compares_order for report in reports),
     )
 
 
@@ -531,25 +415,25 @@ def agree_on_weights(ranks: DataRanks, weights: object, failure: Exception | Non
 
 def _exchange_reports(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None,
-    remembered: Callable[[], Microbatch | None], is_outgrown: bool,
+    remembered: Callable[[], Microbatch | None],
 ) -> list[RankReport]:  # fmt: skip
-    """Return the reports of all ranks. An error on one rank is raised on all ranks, unless a limit is outgrown."""
+    """Return the reports of all ranks. An error on one rank is raised on all ranks."""
     ranks, num_fields = wrapper.ranks, len(RankReport._fields) - 1
-    message = [1.0, float(is_outgrown)] + [0.0] * (num_fields - 2 + MAX_WEIGHED_TERMS)
+    message = [1.0] + [0.0] * (num_fields - 1 + MAX_WEIGHED_TERMS)
     try:
         if prepared is not None:
             has_sample = len(prepared.samples) > 0 or remembered() is not None
-            *numbers, weights = _report(prepared, wrapper, has_sample, is_outgrown)
+            *numbers, weights = _report(prepared, wrapper, has_sample)
             message = [*numbers, *weights, *[0.0] * (MAX_WEIGHED_TERMS - len(weights))]
     except Exception as error:  # the user's loading may raise anything, and the other ranks must know
         failure = error
     reports = [RankReport(*row[:num_fields], weights=row[num_fields:]) for row in ranks.exchange_numbers(message)]
-    if any(each.failed for each in reports) and not any(each.is_outgrown for each in reports):
+    if any(report.failed for report in reports):
         raise first_failure(ranks, failure)
     return reports
 
 
-def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool, is_outgrown: bool) -> RankReport:
+def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> RankReport:
     """Return this rank's report of a call."""
     samples, sums, ranks = prepared.samples, prepared.weight_sums, wrapper.ranks
     shares_samples = ranks.num_all > ranks.degree
@@ -557,7 +441,6 @@ def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool, is_outg
     keys = samples.keys() if wrapper.forwards_meet else ()
     return RankReport(
         failed=0.0,
-        is_outgrown=float(is_outgrown),
         num_microbatches=float(len(prepared.plan.microbatches)),
         num_samples=float(samples.num_samples),
         num_tokens=float(samples.num_tokens),
@@ -573,7 +456,7 @@ def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool, is_outg
 def _check_same_samples(ranks: DataRanks, reports: list[RankReport]) -> None:
     """Raise `PlanError` if ranks along cp, tp or pp, which must have the same samples, were given different ones."""
     for data_rank in range(ranks.degree):
-        if len({each.fingerprint for each in reports[data_rank :: ranks.degree]}) > 1:
+        if len({report.fingerprint for report in reports[data_rank :: ranks.degree]}) > 1:
             raise PlanError(
                 f"ranks along cp, tp or pp of data rank {data_rank} were given different samples, or cut them "
                 "otherwise; give them the same: deal samples over the data axes only (UpdateSampler's dp_rank and "
@@ -613,12 +496,9 @@ def iterate_steps(
 
     If ``trains`` is False, no backward follows, and the wrapper prepares no reduction.
     """
-    if weigh is None and wrapper.ranks.context_groups:
-        raise LossContractError(
-            "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a "
-            "weight that counts samples would not be seen; give weigh=, see megabatch.loss"
-        )
     samples, num_real, on_cpu = prepared.samples, len(prepared.plan.microbatches), wrapper.device.type == "cpu"
+    count = partial(weights_of, weigh) if weigh is not None else None
+    policies = policies_of_call(prepared.plan.sync, agreement.num_microbatches)
     with contextlib.closing(prepared.microbatches()) as real:  # the user's loading may be under way in it
         for index in range(agreement.num_microbatches):
             is_dummy = index >= num_real
@@ -627,22 +507,20 @@ def iterate_steps(
                 microbatch = agreement.dummy()
             else:
                 microbatch = next(real)
-            if weigh is None:
+            if count is None:
                 announced = weighed = {}
             elif is_dummy:
-                announced = weighed = weights_of(weigh, microbatch)
+                announced = weighed = count(microbatch)
             else:
                 announced = prepared.weights[index]
-                weighed = announced if samples.deferred is None else prepared.count_again(index, microbatch, weigh)
+                weighed = samples.count_again(microbatch, announced, count)
             is_last = index == agreement.num_microbatches - 1
-            with wrapper.microbatch(prepared.plan.sync, last=is_last) if trains else contextlib.nullcontext():
+            with wrapper.microbatch(policies[index], last=is_last) if trains else contextlib.nullcontext():
                 wrapper.is_counting = not is_dummy
                 try:
-                    if samples.expect is not None:
-                        samples.expect(microbatch)
+                    samples.expect(microbatch)
                     moved = microbatch if on_cpu else to_device(microbatch, wrapper.device)
-                    if samples.is_shared:
-                        moved = samples.owned(microbatch, moved)
+                    moved = samples.owned(microbatch, moved)
                     yield MicrobatchStep(moved, index, announced, weighed, is_dummy)
                     del moved
                 finally:
@@ -652,6 +530,8 @@ def iterate_steps(
 
 def with_dummies(plan: Plan, num_microbatches: int) -> Plan:
     """Return the plan, filled up with dummy microbatches to ``num_microbatches``."""
+    if num_microbatches <= len(plan.microbatches):
+        return plan
     return replace(plan, microbatches=pad_with_dummies(plan.microbatches, num_microbatches))
 
 
@@ -664,7 +544,11 @@ def first_failure(ranks: DataRanks, failure: Exception | None) -> Exception:
     """Return this rank's own failure, or else the first failure of another rank."""
     loses = getattr(failure, "loses_update", False)
     told = failure and (isinstance(failure, LossContractError), loses, _one_line(failure))
+    if isinstance(failure, ReplanError):
+        told = REPLAN
     failures: list[tuple[bool, bool, str] | None] = ranks.exchange_objects(told)
+    if REPLAN in failures:  # an error of another rank may come of the limit
+        return ReplanError(REPLAN[-1])
     loses = any(each is not None and each[1] for each in failures)
     if failure is not None and (ranks.num_all == 1 or not is_out_of_memory(failure)):  # else reported already
         if isinstance(failure, MegabatchError):

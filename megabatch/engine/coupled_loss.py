@@ -25,7 +25,8 @@ from megabatch.engine.random_state import RandomState
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.losses.contract import Term, describe_missing_gradient, differentiable, terms_of
-from megabatch.torch_private import is_dtensor, pytree
+from megabatch.torch_private.classes import is_dtensor
+from megabatch.torch_private.operations import pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import graph_leaves, separate_gradients
 from megabatch.wrappers.mesh import DataRanks
@@ -245,12 +246,15 @@ def run_coupled_loss(
         failure = error
     with agreeing():
         reports = report_encoding(ranks, encodings, cut, failure)
-    wholes, mine = gather_encodings(ranks, encodings, cut, reports)
+    wholes, local_rows = gather_encodings(ranks, encodings, cut, reports)
     sums, gradients = _couple(call, wholes, encodings[0].structure)
     encoded_rows, sizes = [row for rows in cut for row in rows], [len(rows) for rows in cut]
-    own = [None if each is None else in_order(each[mine], encoded_rows).split(sizes) for each in gradients]
+    local_gradients = [
+        None if gradient is None else in_order(gradient[local_rows], encoded_rows).split(sizes)
+        for gradient in gradients
+    ]
     del wholes, gradients  # before the second pass, which needs the memory
-    _report_drift(call, _backward(call, encodings, own), sums)
+    _report_drift(call, _backward(call, encodings, local_gradients), sums)
     return sums
 
 

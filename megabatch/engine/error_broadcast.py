@@ -27,7 +27,7 @@ from megabatch.errors import (
     Shortage,
     in_one_line,
 )
-from megabatch.torch_private import default_store, groups_of_process
+from megabatch.torch_private.process_groups import default_store, groups_of_process
 from megabatch.wrappers.mesh import DataRanks, PositionError
 
 NO_MEMORY = re.compile(  # where the type of an error does not say it
@@ -55,6 +55,7 @@ class ErrorBroadcast:
     def __init__(self, ranks: DataRanks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
         self._heard: str | None = None  # the received message
+        self._is_listening = False
         self._num_survived = 0  # errors of bodies that ranks have told each other, after which a program may go on
         self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
         number = 0.0
@@ -68,8 +69,13 @@ class ErrorBroadcast:
     def listening(self, body: str | None = None) -> Generator[None]:
         """Surround code that may wait for other ranks. Raise their `MegabatchError` in place of its consequences.
 
-        ``body`` is the name of code of the user's: the other ranks are then told any error in it.
+        ``body`` is the name of code of the user's: the other ranks are then told any error in it. Within another such
+        context this adds nothing.
         """
+        if self._is_listening:
+            yield
+            return
+        self._is_listening = True
         ended = threading.Event()
         listener = threading.Thread(target=self._listen, args=(ended,), name="megabatch-errors", daemon=True)
         listener.start()
@@ -81,6 +87,7 @@ class ErrorBroadcast:
                 raise
             raise cause from error
         finally:
+            self._is_listening = False
             if not ended.is_set():
                 ended.set()
                 self._has_ended(listener)
@@ -97,24 +104,30 @@ class ErrorBroadcast:
         """Return the reason why this rank must stop. Send it to the other ranks if this rank is the first to know."""
         if is_out_of_memory(error):
             error = out_of_memory_error(error, self._ranks)
+        # Ranks are in different calls also after an error of one of them, which then is the reason.
+        is_position = isinstance(error, PositionError)
+        if is_position and self._heard is None and answers:
+            self._in_a_thread(self._look, SECONDS_TO_ANSWER)
+        if is_position and self._heard is not None:
+            return self._stop_with(self._heard)
         if (
             isinstance(error, MegabatchError)
             and not is_known_to_all(error)
             and (error.shortage is not None or error.strands_others)
         ):
             if self._heard is None:
-                who = "" if error.shortage else f"{whoever_runs(self._ranks.num_all)}: "
-                self._tell(f"{who}{error}", error.shortage)
-                _abort()  # nothing of this process keeps the others then
+                speaker = "" if error.shortage or is_position else f"{whoever_runs(self._ranks.num_all)}: "
+                self._tell(f"{speaker}{error}", error.shortage)
+                # The other ranks no longer wait for collectives of this process then.
+                _abort()
             return error
-        # Ranks are in different calls also after an error of one of them.
-        is_consequence = is_of_message(error) or isinstance(error, PositionError)
-        is_own = body is not None and not is_consequence
+        is_own = body is not None and not is_of_message(error) and not is_position
         if self._heard is None and answers and not is_own:
             self._in_a_thread(self._look, SECONDS_TO_ANSWER)
         if self._heard is not None and not is_own:
             return self._stop_with(self._heard)
-        if is_own:  # of all ranks perhaps, which then go on
+        # All ranks may raise this error, and then the program may go on.
+        if is_own:
             if self._heard is None:
                 self._tell(self._describe(error, body or ""), None, kind=_kind_of(error))
             self._heard, self._num_survived = None, self._num_survived + 1
@@ -123,23 +136,24 @@ class ErrorBroadcast:
 
     def _describe(self, error: Exception, body: str) -> str:
         """Return the line for the other ranks about an error of this rank."""
-        who = whoever_runs(self._ranks.num_all)
+        process = whoever_runs(self._ranks.num_all)
         if isinstance(error, MegabatchError):
-            return f"{who}: {error}"
-        return f"{who} failed in {body} ({in_one_line(error)}); mend that, and start the update again"
+            return f"{process}: {error}"
+        return f"{process} failed in {body} ({in_one_line(error)}); mend that, and start the update again"
 
     def _tell(self, text: str, shortage: Shortage | None, *, kind: str | None = None) -> None:
         """Tell the others, and wait for as long as they may need to hear.
 
         ``kind`` names the class of an error after which the program may go on.
         """
-        told = json.dumps([text, shortage, kind])
-        self._in_a_thread(lambda: self._send(told), SECONDS_TO_HEAR + SECONDS_TO_ANSWER)
+        message = json.dumps([text, shortage, kind])
+        self._in_a_thread(lambda: self._send(message), SECONDS_TO_HEAR + SECONDS_TO_ANSWER)
 
-    def _send(self, told: str) -> None:
+    def _send(self, message: str) -> None:
         """Tell the others, and wait until they have heard."""
         store, heard = self._store(), self._key(HEARD)
-        if store.compare_set(self._key(TOLD), "", told).decode() != told:  # another rank was faster
+        # The first message stays in the store; another rank was faster if it is not this one.
+        if store.compare_set(self._key(TOLD), "", message).decode() != message:
             store.add(heard, 1)
         deadline = time.monotonic() + SECONDS_TO_HEAR
         while store.add(heard, 0) < self._ranks.num_all - 1 and time.monotonic() < deadline:
@@ -160,11 +174,11 @@ class ErrorBroadcast:
             self._heard = store.get(self._key(TOLD)).decode()
             store.add(self._key(HEARD), 1)
 
-    def _stop_with(self, told: str) -> MegabatchError:
+    def _stop_with(self, message: str) -> MegabatchError:
         """Return the received message as an error. Abort collectives that wait on a device."""
         if self._device.type != "cpu":
             _abort()
-        text, shortage, kind = json.loads(told)
+        text, shortage, kind = json.loads(message)
         if kind is not None:
             self._heard, self._num_survived = None, self._num_survived + 1
         heard = KINDS.get(kind or "", MegabatchError)(text)
@@ -194,15 +208,16 @@ class ErrorBroadcast:
         return f"{name} ({self._number:.0f}, {self._num_survived})"
 
     def _store(self) -> Any:
-        own = self._own
-        if own is None:
-            own = self._own = _store_of_process().clone()
-        return own
+        store = self._own
+        if store is None:
+            store = self._own = _store_of_process().clone()
+        return store
 
 
 def mark_known(error: BaseException) -> None:
     """Mark an error that every rank raises or has been told: nobody tells it again."""
-    with contextlib.suppress(AttributeError):  # a class with slots
+    # A class with slots takes no attribute.
+    with contextlib.suppress(AttributeError):
         cast(Any, error).is_known_to_all_ranks = True
 
 
@@ -243,10 +258,10 @@ def guard_memory(ranks: DataRanks, device: torch.device) -> Generator[None]:
 
 def out_of_memory_error(error: Exception, ranks: DataRanks) -> MegabatchError:
     """Return the error of what ran out of memory where no microbatch can be named, or none be run again."""
-    who, seen = whoever_runs(ranks.num_all), in_one_line(_first_cause(error))
+    process, cause = whoever_runs(ranks.num_all), in_one_line(_first_cause(error))
     where = "beside a microbatch's forward and backward" if ranks.is_alone else "where ranks wait for each other"
     change = "give smaller microbatches, or shard the model over more ranks"
-    failure = MegabatchError(f"{who} ran out of memory {where}; {change} ({seen})")
+    failure = MegabatchError(f"{process} ran out of memory {where}; {change} ({cause})")
     failure.shortage = Shortage(rank_of_process(), (), None)
     return failure
 
@@ -276,9 +291,9 @@ def is_of_message(error: BaseException) -> bool:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    seen = {id(error)}
-    while (cause := error.__cause__) is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    visited = {id(error)}
+    while (cause := error.__cause__) is not None and id(cause) not in visited:
+        visited.add(id(cause))
         error = cause
     return error
 
@@ -300,5 +315,6 @@ def _store_of_process() -> Any:  # torch's stubs leave out clone()
 def _abort() -> None:
     """Break the collectives that wait on a device; those of gloo break when a process ends."""
     for group in groups_of_process():
-        with contextlib.suppress(RuntimeError):  # a backend that cannot
+        # Some backends cannot abort.
+        with contextlib.suppress(RuntimeError):
             cast(Any, group).abort()

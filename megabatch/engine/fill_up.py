@@ -8,7 +8,7 @@ from megabatch.errors import LossContractError
 from megabatch.losses.contract import WEIGHT_TOLERANCE, LossHooks
 from megabatch.planning.finer_cut import split_into
 from megabatch.planning.plan import CostModel, priced
-from megabatch.torch_private import has_compiled
+from megabatch.torch_private.module_members import has_compiled
 from megabatch.wrappers.base import Wrapper
 
 
@@ -28,9 +28,8 @@ def fill_up(
     plan = replace(prepared.plan, microbatches=tuple(cut))
     if cost is not None:
         plan = priced(plan, cost)
-    weigh = None if hooks.weigh is None else planner.weigh_own(hooks.weigh)
     try:
-        filled = collate_planned(samples, plan, weigh)
+        filled = collate_planned(samples, plan, hooks.weigh)
     except LossContractError:  # terms that only some samples have: this rank alone would raise
         return prepared, agreement
     for name, announced in prepared.weight_sums.items():
@@ -44,7 +43,7 @@ def _can_cut_again(planner: MicrobatchPlanner, prepared: PreparedBatch, hooks: L
     plan = prepared.plan
     if prepared.is_given or not planner.fills_up:
         return False
-    if not plan.padded or plan.shared or prepared.samples.deferred is not None:
+    if not plan.padded or plan.shared or not prepared.samples.is_in_memory:
         return False
     return hooks.weigh is None or planner.is_repeatable(hooks)
 

@@ -19,7 +19,8 @@ from megabatch.engine.guards.attached_tensors import AttachedTensors
 from megabatch.engine.guards.learning_modules import LearningModules
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
-from megabatch.torch_private import count_writes, is_flat_parameter
+from megabatch.torch_private.autograd import count_writes
+from megabatch.torch_private.classes import is_flat_parameter
 from megabatch.wrappers.base import REQUIRES_GRAD, Wrapper, refuse_hooks
 from megabatch.wrappers.gradients import find_functions, graph_leaves, is_linear, name_of_function
 
@@ -56,12 +57,12 @@ class Receipt(NamedTuple):
         if exact:
             are_same = all(map(operator.is_, self.gradients, now)) and self.writes == _num_writes(now)
         else:
-            are_same = [each is None for each in self.gradients] == [each is None for each in now]
+            are_same = [gradient is None for gradient in self.gradients] == [gradient is None for gradient in now]
         if not are_same or accumulating is self.parameters:
             return are_same
         # Parameters that FSDP2 has created since the snapshot may not hold a gradient either.
         known = set(map(id, self.parameters))
-        return all(each.grad is None for each in accumulating if id(each) not in known)
+        return all(parameter.grad is None for parameter in accumulating if id(parameter) not in known)
 
 
 class Leftover(NamedTuple):
@@ -88,8 +89,8 @@ class ByLoss(Generic[Value]):
 
     def set(self, loss_fn: Any, value: Value) -> None:
         with contextlib.suppress(TypeError):
-            found = self._found.setdefault(getattr(loss_fn, "__self__", loss_fn), {})
-            found[getattr(loss_fn, "__func__", None)] = value
+            values = self._found.setdefault(getattr(loss_fn, "__self__", loss_fn), {})
+            values[getattr(loss_fn, "__func__", None)] = value
 
 
 class Ownership:
@@ -134,9 +135,10 @@ class Ownership:
     def _check_passing(self) -> None:
         passing, self._passing = self._passing, []
         # A tensor made inside the loss dies with its graph; one that lives on belongs to somebody.
-        if any(_is_trained(each()) for each in passing):
-            gc.collect()  # a cycle keeps a graph alive
-        for leaf in (each() for each in passing):
+        if any(_is_trained(reference()) for reference in passing):
+            # Only the collector frees a graph that a cycle keeps alive.
+            gc.collect()
+        for leaf in (reference() for reference in passing):
             if leaf is not None and _is_trained(leaf):
                 leaf.grad = None
                 raise _not_the_models(leaf)
@@ -148,24 +150,24 @@ class Ownership:
 
     def check(self) -> None:
         """Raise `MegabatchError` if gradients or parameters have changed since the last call."""
-        left, self._left = self._left, None
-        if left is None:
+        snapshot, self._left = self._left, None
+        if snapshot is None:
             return
-        parameters, what = self._wrapper.parameters, None
-        if left.are_trained != list(map(REQUIRES_GRAD, parameters)):
-            what = "parameters were frozen or unfrozen"
-        elif self._is_exact and left.parameter_writes != _num_writes(parameters):
-            what = "parameters were written to, as optimizer.step() does,"
-        elif not left.gradients.holds(parameters, exact=self._is_exact):
-            what = "gradients were dropped, replaced or written to, as zero_grad() and another accumulator do,"
-        if what is not None:
+        parameters, change = self._wrapper.parameters, None
+        if snapshot.are_trained != list(map(REQUIRES_GRAD, parameters)):
+            change = "parameters were frozen or unfrozen"
+        elif self._is_exact and snapshot.parameter_writes != _num_writes(parameters):
+            change = "parameters were written to, as optimizer.step() does,"
+        elif not snapshot.gradients.holds(parameters, exact=self._is_exact):
+            change = "gradients were dropped, replaced or written to, as zero_grad() and another accumulator do,"
+        if change is not None:
             lost = MegabatchError(
-                f"{what} between two calls of an update, which is lost; an update is open from its first "
+                f"{change} between two calls of an update, which is lost; an update is open from its first "
                 "forward_backward() to finalize(), so do that before or after, or discard() the update"
             )
             lost.loses_update = True
             raise lost
-        self._left = left
+        self._left = snapshot
 
     def check_unmoved(self, before: Receipt) -> None:
         """Raise `LossContractError` if a loss that does not take the divisor has changed a gradient."""
@@ -190,25 +192,28 @@ class Ownership:
                     f"the backward of {name_of_function(node)} gives the same gradient whatever its total is "
                     f"multiplied by, or adds to gradients itself. {DIVIDE}"
                 )
-            if looks is None and not self._wrapper.forwards_meet:  # it returned no gradient: check again
+            # A backward that returned no gradient says nothing, so that the next call checks again.
+            if looks is None and not self._wrapper.forwards_meet:
                 self._trying = None
             else:  # where forwards meet, all ranks must run the same number of them
                 self._scaling.add(type(node))
         return True
 
-    def check_reach(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], given: object) -> None:
+    def check_reach(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], inputs: object) -> None:
         """Record the trainable tensors outside of the model that a loss reaches, for `leave` to look at.
 
-        Call this after the first forward of a loss. ``given`` is the microbatch and its batch, whose tensors may carry
-        a gradient. Raises `LossContractError` for a loss that takes the divisor and reaches no parameter of the model.
+        Call this after the first forward of a loss. ``inputs`` are the microbatch and its batch, whose tensors may
+        carry a gradient. Raises `LossContractError` for a loss that takes the divisor and reaches no parameter of the
+        model.
         """
-        refuse_hooks(self._wrapper.accumulating)  # the loss may have registered one
+        # The loss may have registered a hook in its first forward.
+        refuse_hooks(self._wrapper.accumulating)
         # Ids, since tensors compare by element.
         known, reached = set(map(id, self._wrapper.accumulating)), False
         for leaf in graph_leaves([terms[name].total for name in differentiable(terms)]):
             if id(leaf) in known or is_flat_parameter(leaf):
                 reached = True
-            elif not _holds(given, leaf):
+            elif not _holds(inputs, leaf):
                 self._passing.append(weakref.ref(leaf))
         runs_none = _takes_divisor(loss_fn) and before.holds(self._wrapper.accumulating, exact=self._is_exact)
         if runs_none and not reached:
@@ -235,41 +240,41 @@ def _is_trained(leaf: Tensor | None) -> bool:
     return leaf is not None and leaf.grad is not None
 
 
-def _holds(given: object, leaf: Tensor) -> bool:
+def _holds(inputs: object, leaf: Tensor) -> bool:
     """Return True if a leaf is one of the tensors that the loss was given, in containers of any kind.
 
     A parameter counts only in mappings, lists and tuples: an object may refer to a module that nobody gave.
     """
-    found = False
+    is_among_leaves = False
     opaque: list[Any] = []
 
     def look(value: Any) -> Any:
-        nonlocal found
-        found = found or value is leaf
+        nonlocal is_among_leaves
+        is_among_leaves = is_among_leaves or value is leaf
         if not isinstance(value, Tensor):
             opaque.append(value)
         return value
 
-    each_leaf(given, look)
-    return found or (not isinstance(leaf, nn.Parameter) and _is_within(opaque, leaf))
+    each_leaf(inputs, look)
+    return is_among_leaves or (not isinstance(leaf, nn.Parameter) and _is_within(opaque, leaf))
 
 
 def _is_within(objects: list[Any], leaf: Tensor) -> bool:
     """Return True if objects of classes that pytree does not know, such as graphs, refer to a tensor."""
-    pending, seen = objects, set[int]()
-    while pending and len(seen) < MAX_SEARCHED:
+    pending, visited = objects, set[int]()
+    while pending and len(visited) < MAX_SEARCHED:
         value = pending.pop()
         if value is leaf:
             return True
-        if id(value) in seen or isinstance(value, NOT_SEARCHED):
+        if id(value) in visited or isinstance(value, NOT_SEARCHED):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         pending.extend(gc.get_referents(value))
     return False
 
 
 def _num_writes(tensors: Sequence[Tensor | None]) -> list[int]:
     try:
-        return [count_writes(each) for each in tensors if each is not None]
+        return [count_writes(tensor) for tensor in tensors if tensor is not None]
     except RuntimeError:  # tensors made in inference mode count no writes
-        return [0 if each.is_inference() else count_writes(each) for each in tensors if each is not None]
+        return [0 if tensor.is_inference() else count_writes(tensor) for tensor in tensors if tensor is not None]

@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,14 @@ from torch import Tensor
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchStep
-from megabatch.errors import LossContractError, MegabatchError
+from megabatch.engine.divisors import Divisors, ToldDivisors, weight_of
+from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.losses.contract import (
     PAIR_NAME,
     WEIGHT_TOLERANCE,
     LossFunction,
     Term,
     accumulation_dtype,
-    describe_missing_gradient,
     differentiable,
     takes_divisor,
     terms_of,
@@ -37,6 +37,10 @@ MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank 
 TAKEN = 2.0  # other code changed the gradient between two calls
 MISCOUNTED = 3.0  # update_weight= of microbatch() is not the sum of its weights
 MULTIPLIED = 4.0  # a loss was multiplied after scale()
+NOT_OPEN = (
+    "finalize() was called and no update is open: call forward_backward(), or run a loop of microbatch(), before, and "
+    "again if it raised"
+)
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,10 @@ class Update:
                 return weights_differ(where, counted, returned)
             if not all(map(math.isfinite, totals)):
                 return MegabatchError(f"the loss is not finite on {where}")
-        for name, (told, returned) in self.told.items():
-            if bool(_differs(returned, told)):
+        for name, (announced, returned) in self.told.items():
+            if bool(_differs(returned, announced)):
                 return LossContractError(
-                    f"open() was told the weight {told:.10g} of {name!r} and the calls of the update returned "
+                    f"open() was told the weight {announced:.10g} of {name!r} and the calls of the update returned "
                     f"{float(returned):.10g}, over all ranks; give every sample that was counted, and each once"
                 )
         num_own = self.reports.shape[1] - 4  # differentiable terms, which come first
@@ -148,17 +152,19 @@ def weights_differ(where: str, counted: float, returned: float) -> LossContractE
 class OpenUpdate:
     """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
 
-    sums_over_ranks: Callable[[Sequence[str]], tuple[Tensor, Tensor]] | None = None  # sums in place of float64's
+    is_running = False  # a microbatch of it runs
+    is_dropped = False
+    loss_scale: float | Tensor = 1.0  # of a GradScaler
+    keeps_cut: ClassVar[str | None] = None  # why a microbatch may not run in parts
 
     def __init__(self, wrapper: Wrapper) -> None:
         self._ranks, self._wrapper = wrapper.ranks, wrapper
         self._device = wrapper.device
         self._dtype = accumulation_dtype(wrapper.device)
-        self._divisors: dict[str, float] = {}  # by weighed term, told or of the first call
-        self.told: dict[str, float] = {}  # weights of the whole update that were told before its first call, by term
-        self.is_held = False  # the wrapper is to reduce once, at the end
-        self._announced: list[dict[str, float]] = []  # weights over all ranks, one dict for each call
-        self._all_announced = True
+        self._divisors = Divisors()
+        self._is_held = False  # the wrapper is to reduce once, at the end
+        self._hold_reduction: Callable[[str], None] = _hold_nothing
+        self._checked_terms: object = None  # of the microbatch before
         self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
         self._sums: dict[str, Term] = {}
         self._differ: Any = False  # a bool, or a scalar on the device; one of the codes above in a loop of the user's
@@ -185,17 +191,52 @@ class OpenUpdate:
         """Names of the terms that have carried a gradient, sorted."""
         return sorted(self._differentiable)
 
+    def tell(self, weights: Mapping[str, float]) -> None:
+        """Divide by weights of the whole update, by term, which its first call does not know. Empty: not told."""
+        if weights:
+            self._divisors = ToldDivisors(weights)
+
+    def hold_reduction(self) -> None:
+        """Reduce once, when the update closes, where the wrapper and its policy can."""
+        self._is_held, self._hold_reduction = True, self._wrapper.hold_reduction
+
+    @property
+    def can_add(self) -> bool:
+        """True if a call can add to the update."""
+        return not self.is_running
+
+    def check_can_add(self) -> None:
+        """Raise `MegabatchError` if no call can add to the update."""
+        if self.is_running:
+            raise MegabatchError(
+                "forward_backward() or microbatch() was called inside the loss of another call; finish one before the "
+                "next"
+            )
+
+    def check_complete(self) -> None:
+        """Raise `MegabatchError` if the update cannot close."""
+        if self.is_running:
+            raise MegabatchError(NOT_OPEN)
+
+    def check_replaceable(self, weight: float) -> None:
+        """Raise `PlanError` if ``weight`` cannot replace the divisor, which was told before."""
+        if self._divisors.told:
+            raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
+
+    def begin_call(self, policy: str, num_microbatches: int) -> None:
+        """Prepare the wrapper for the microbatches of a call. Collective."""
+        policy, _, _ = policy.partition(":")
+        self._hold_reduction(policy)
+        if num_microbatches:
+            self._wrapper.begin_call(policy)
+
     def count_call(self, call: CallAgreement) -> None:
         """Add the plan of the next call to the counts and the announced weights."""
         if not call.num_microbatches:
             return
         self._num_calls += 1
-        if self._num_calls == 1:  # with several untold terms this is the only call
-            weights = self.told or call.weights
-            nothing = 1.0 if len(weights) < 2 else math.inf  # a term without weight has no gradient
-            self._divisors = {name: weight or nothing for name, weight in weights.items()}
-        self._announced.append(dict(call.weights))  # separate by call: only some calls may name the term
-        self._all_announced &= bool(call.weights)
+        self._checked_terms = None
+        self._divisors.add_call(call.weights)
         self.num_samples += call.num_samples
         self.num_tokens += call.num_tokens
         self.num_microbatches += call.num_microbatches
@@ -204,7 +245,7 @@ class OpenUpdate:
         """Return the terms of the loss for a microbatch, undivided. Raises `LossContractError`."""
         if not takes_divisor(loss_fn):
             return terms_of(loss_fn(model, step.microbatch))
-        if not self._divisors:
+        if not self._divisors.by_term:
             raise LossContractError(
                 "the loss takes the divisor, which has to be known before its first microbatch; say how it is counted "
                 "with @megabatch.loss(weigh=...)"
@@ -217,7 +258,7 @@ class OpenUpdate:
                 name: Term(divided[name].total.detach().requires_grad_(), divided[name].weight) for name in named
             }
         for name in named:
-            factor = scale * (_weight_of(self._divisors, name) or 1.0)
+            factor = scale * (weight_of(self._divisors.by_term, name) or 1.0)
             if math.isfinite(factor):
                 divided[name] = Term(divided[name].total * factor, divided[name].weight)
         return divided
@@ -228,7 +269,7 @@ class OpenUpdate:
         The loss runs twice, in evaluation mode and without gradients. A loss that runs its own backward cannot do that.
         On a plain model it runs once, with an infinite divisor, which adds nothing to a gradient.
         """
-        if not takes_divisor(loss_fn) or not self._divisors:
+        if not takes_divisor(loss_fn) or not self._divisors.by_term:
             return
         try:
             with torch.no_grad():
@@ -237,7 +278,7 @@ class OpenUpdate:
         except Exception:  # a backward in the loss may raise anything
             if type(self._wrapper) is not Wrapper:
                 return
-            fresh = [each for each in self._wrapper.parameters if each.grad is None]
+            fresh = [parameter for parameter in self._wrapper.parameters if parameter.grad is None]
             with torch.enable_grad():
                 wrong = {name: total for name, total in self._tried(loss_fn, model, step, math.inf).items() if total}
             drop_gradients(fresh)
@@ -264,14 +305,14 @@ class OpenUpdate:
 
     def _divided(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep, scale: float) -> dict[str, Term]:
         """Call the loss with a multiple of the divisor. Return its terms."""
-        own = {name: each * scale for name, each in self._divisors.items()}
+        own = {name: each * scale for name, each in self._divisors.by_term.items()}
         divisor = own if len(own) > 1 else next(iter(own.values()))
         return terms_of(cast(Any, loss_fn)(model, step.microbatch, divisor=divisor))
 
     def _weighed_of(self, terms: Mapping[str, Term]) -> list[str]:
         """Return the names of the terms that are divided. The others are metrics."""
         carrying = differentiable(terms)
-        return carrying or [name for name in terms if name in self._divisors or len(terms) == 1]
+        return carrying or [name for name in terms if name in self._divisors.by_term or len(terms) == 1]
 
     def backward(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
         """Differentiate one microbatch and add its sums. Return them, detached.
@@ -297,12 +338,14 @@ class OpenUpdate:
     def objective(self, terms: Mapping[str, Term], step: MicrobatchStep) -> Tensor:
         """Return the scalar to differentiate: the sum of totals over their divisors, zero for a dummy microbatch."""
         names = differentiable(terms)
-        self._differentiable |= set(names)
-        if self.told or len(self._differentiable) > 1 or not names or not step.announced.keys() <= {PAIR_NAME}:
-            self._check_terms(names, step)
+        terms_of_step = names, list(step.announced)
+        if terms_of_step != self._checked_terms:
+            self._differentiable |= set(names)
+            self._divisors.check_terms(names, self.differentiable, step)
+            self._checked_terms = terms_of_step
         if any(terms[name].total.dtype == torch.float16 for name in names):
             refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
-        factors = [self._wrapper.loss_factor / (_weight_of(self._divisors, name) or 1.0) for name in names]
+        factors = [self._wrapper.loss_factor / (weight_of(self._divisors.by_term, name) or 1.0) for name in names]
         self.total_factor = min(factors)
         if step.is_dummy:
             factors = [0.0] * len(names)
@@ -321,7 +364,7 @@ class OpenUpdate:
         detached = {name: Term(term.total.detach().to(self._dtype), term.weight) for name, term in terms.items()}
         add_terms(self._sums, detached)
         for name in differentiable(terms):
-            counted, returned = _weight_of(step.announced, name), terms[name].weight
+            counted, returned = weight_of(step.announced, name), terms[name].weight
             if counted is None:
                 continue
             differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
@@ -333,7 +376,7 @@ class OpenUpdate:
 
     def divide_by(self, divisor: float) -> None:
         """Set the divisor of a single term, before its first microbatch. `close` corrects it to the weight."""
-        self._divisors = {PAIR_NAME: divisor}
+        self._divisors.by_term = {PAIR_NAME: divisor}
 
     def add_unseen(self, name: str, weight: float | Tensor) -> None:
         """Count a microbatch that was differentiated by other code, with a total that is not known."""
@@ -368,12 +411,12 @@ class OpenUpdate:
         if weight is not None and len(own) > 1:
             raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
         names = [*own, *sorted(self._sums.keys() - self._differentiable)]
-        rest = f"{own} {weight} {max_norm} {self._wrapper.collective_order.digest} {self.told} {self.is_held}"
+        rest = f"{own} {weight} {max_norm} {self._divisors.told} {self._is_held}"
+        rest += f" {self._wrapper.collective_order.digest}"
         rest += repr(self._ranks.position)  # which only the CPU compares by itself
         rows = self._ranks.gather_report(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
-        if self.sums_over_ranks is not None:
-            totals, weights = self.sums_over_ranks(names)
+        totals, weights = self.sums_over_ranks(names, totals, weights)
         if weight is not None:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
         num_own = len(own)  # differentiable terms come first, then the metrics
@@ -389,7 +432,7 @@ class OpenUpdate:
             loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # NaN without any weight
             # A total that is not finite and has no weight, and a total without a weight.
             agree = agree & torch.isfinite(totals[:num_own]).all() & ~torch.isinf(quotients[:num_own]).any()
-        told = {name: (known, _returned_weight(name, names, weights)) for name, known in self.told.items()}
+        told = {name: (known, _returned_weight(name, names, weights)) for name, known in self._divisors.told.items()}
         for known, returned in told.values():
             agree = agree & ~_differs(returned, known)
         whole = weights[0] if num_own else torch.zeros_like(loss)
@@ -408,60 +451,20 @@ class OpenUpdate:
         problem = update.problem() if self._device.type == "cpu" else None
         if problem is not None and (isinstance(problem, LossContractError) or bool((rows[:, 0] == TAKEN).any())):
             raise problem
-        return update, self._missing_factor(own, whole, weight)
+        return update, self._divisors.missing_factor(own, whole, weight) if own else 0.0
 
-    def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
-        """Return the factor that the gradient lacks: its divisor over the weight. 0.0: no weight. None: no factor."""
-        if not terms:
-            return 0.0
-        if self.told:  # each total was divided by its own divisor
-            return None if any(self.told.values()) else 0.0
-        if len(terms) > 1:  # the same, in the only call
-            return None if any(any(each.values()) for each in self._announced) else 0.0
-        divisor = _weight_of(self._divisors, terms[0]) or 1.0
-        known = weight
-        if known is None and self._all_announced:
-            counted = [_weight_of(each, terms[0]) for each in self._announced]
-            known = None if None in counted else sum(each or 0.0 for each in counted)
-        if known is None and self._device.type != "cpu":  # reading it would wait for the device
-            return torch.where(whole > 0, divisor / whole, 0.0)
-        known = float(whole) if known is None else known
-        factor = divisor / known if known else 0.0
-        return None if factor == 1.0 else factor
+    def sums_over_ranks(
+        self, names: Sequence[str], totals: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the sums of totals and of weights over all ranks, [terms] each; given are those that float64 adds."""
+        return totals, weights
 
-    def _check_terms(self, names: list[str], step: MicrobatchStep) -> None:
-        """Raise `LossContractError` unless each differentiable term has a weight of its own."""
-        if not names:
-            raise LossContractError(f"no total of the loss carries a gradient; {describe_missing_gradient()}")
-        several = sorted(self._differentiable)
-        if self.told:
-            self._check_told(names, several, step)
-            return
-        if len(several) > 1 and self._num_calls > 1:
-            raise LossContractError(
-                f"an update of several differentiable terms, {several}, is one forward_backward call; for more, tell "
-                "the weight of each before the first: open(weights={name: weight})"
-            )
-        unweighed = [name for name in several if _weight_of(step.announced, name) is None]
-        if len(several) > 1 and (unweighed or len(step.announced) < len(several)):
-            raise LossContractError(
-                f"the loss has the differentiable terms {several}, each with a denominator of its own; "
-                "give weigh= as a mapping with the weight of each"
-            )
-        if unweighed and step.announced:
-            raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable term is {names[0]!r}")
+    def hear_errors(self) -> None:
+        """Raise an error that another rank has told meanwhile, where ranks do not run their microbatches in step."""
 
-    def _check_told(self, names: list[str], several: list[str], step: MicrobatchStep) -> None:
-        """Raise unless each term of an update has a weight of its own among those that were told."""
-        untold = [name for name in several if _weight_of(self.told, name) is None]
-        if untold or len(self.told) < len(several):
-            raise LossContractError(
-                f"open() was told the weights of {sorted(self.told)} and the differentiable terms are {several}; tell "
-                "open(weights=) one for each, by its name"
-            )
-        unweighed = [name for name in names if _weight_of(step.announced, name) is None]
-        if step.announced and (unweighed or len(step.announced) < len(names)):
-            raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable terms are {names}")
+    def report(self, update: Update) -> Update:
+        """Return the closed update as far as it is known."""
+        return update
 
     def _report(self, names: list[str], rest: str) -> Tensor:
         """Return [weights differ, counted, returned, hash of names and rest; totals of terms; their weights; zeros]."""
@@ -494,13 +497,12 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
         sums[name] = term if before is None else Term(before.total + term.total, before.weight + term.weight)
 
 
-def _weight_of(weights: Mapping[str, float], name: str) -> float | None:
-    """Return the weight of a term. A weight without a name belongs to the only differentiable term."""
-    return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)
-
-
 def _returned_weight(name: str, names: list[str], weights: Tensor) -> Tensor:
     """Return the weight of a term, 0 if there is none. A weight without a name belongs to the only term."""
     if name == PAIR_NAME and name not in names and names:
         name = names[0]
     return weights[names.index(name)] if name in names else weights.new_zeros(())
+
+
+def _hold_nothing(policy: str) -> None:
+    """Let the wrapper reduce with each call."""

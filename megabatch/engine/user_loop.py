@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megabatch.engine.call import CallAgreement, MicrobatchStep, first_failure
+from megabatch.engine.error_broadcast import ErrorBroadcast, agreeing
 from megabatch.engine.guards.backward_count import BackwardCount
 from megabatch.engine.ownership import Ownership
 from megabatch.engine.update import OpenUpdate, Update
@@ -29,17 +30,16 @@ from megabatch.losses.contract import (
     describe_missing_gradient,
     terms_of,
 )
-from megabatch.torch_private import (
-    count_writes,
+from megabatch.torch_private.autograd import count_writes
+from megabatch.torch_private.loss_nodes import (
     cross_entropy_weight,
     is_mean_cross_entropy,
     is_mean_reduction,
     last_divisor,
-    pytree,
-    scaler_state,
-    without_subclasses,
 )
-from megabatch.wrappers.base import Wrapper
+from megabatch.torch_private.operations import pytree, without_subclasses
+from megabatch.torch_private.optimizers import scaler_state
+from megabatch.wrappers.base import Wrapper, policies_of_call
 from megabatch.wrappers.gradients import separate_gradients
 
 SUM, MEAN, DIVIDED = "sum", "mean", "divided"  # kinds of a loss
@@ -82,7 +82,7 @@ def read_request(
     divided: bool,
 ) -> LoopRequest:  # fmt: skip
     """Return the arguments of `microbatch`, checked. Raises `PlanError`."""
-    weight, whole = read_loss_weight(sum_over, mean_over), None
+    weight, total_weight = read_loss_weight(sum_over, mean_over), None
     if divided and weight.kind == SUM and weight.is_zero:
         weight = LossWeight(DIVIDED, 0.0)
     elif divided and (weight.kind is not None or update_weight is not None):
@@ -91,10 +91,10 @@ def read_request(
             "sum_over, mean_over and update_weight, out"
         )
     if update_weight is not None:
-        whole = float(read_weight("update_weight", update_weight, waits=True))
+        total_weight = float(read_weight("update_weight", update_weight, waits=True))
         weight = LossWeight(SUM) if weight.kind is None else weight
     return LoopRequest(
-        require_count("of", of, least=0), weight if weight.kind or not divided else LossWeight(DIVIDED), whole
+        require_count("of", of, least=0), weight if weight.kind or not divided else LossWeight(DIVIDED), total_weight
     )
 
 
@@ -111,12 +111,13 @@ def read_weight(name: str, value: float | Tensor, *, waits: bool = False) -> flo
     """Return a weight as a number, or as a scalar on its device unless ``waits``. Raises `PlanError` for others."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "cpu" and not waits:
         weight = value.detach().reshape(()).to(accumulation_dtype(value.device))
-        return torch.where(weight >= 0, weight, math.nan)  # which makes the update not finite
+        # NaN makes the update not finite, without waiting for the device.
+        return torch.where(weight >= 0, weight, math.nan)
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        seen = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise PlanError(f"{name} is {seen}; give one number, what the loss is summed or averaged over") from None
+        description = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise PlanError(f"{name} is {description}; give one number, what the loss is summed or averaged over") from None
     if not 0 <= number < math.inf:
         raise PlanError(f"{name} is {number}; a weight must be finite and not negative")
     return number
@@ -132,44 +133,81 @@ def agree_on_loop(
     """
     ranks, message = wrapper.ranks, [1.0, 0.0, 0.0, UNKNOWN, UNKNOWN]
     if request is not None and failure is None:
-        own, value = request.update_weight, request.weight.value
-        told = UNKNOWN if own is None else own, value if isinstance(value, float) else UNKNOWN
-        message = [0.0, float(request.of), float(request.weight.kind == DIVIDED), *told]
+        of_update, of_first = request.update_weight, request.weight.value
+        of_update = UNKNOWN if of_update is None else of_update
+        of_first = of_first if isinstance(of_first, float) else UNKNOWN
+        message = [0.0, float(request.of), float(request.weight.kind == DIVIDED), of_update, of_first]
     rows = ranks.exchange_numbers(message)
     if any(row[0] for row in rows):
         raise first_failure(ranks, failure)
     numbers = [int(row[1]) for row in rows]
     if len(set(numbers)) > 1:
-        each = ", ".join(map(str, numbers[: ranks.degree]))
+        counts = ", ".join(map(str, numbers[: ranks.degree]))
         raise PlanError(
-            f"of= is {each} on data ranks 0 to {ranks.degree - 1}; give the same number: a rank with fewer "
+            f"of= is {counts} on data ranks 0 to {ranks.degree - 1}; give the same number: a rank with fewer "
             "microbatches, or none, repeats any of its samples with sum_over=0"
         )
     if not numbers[0]:
         raise PlanError("of= is 0; an update has at least one microbatch, which may repeat a sample with sum_over=0")
     if len({(row[2], row[3] < 0) for row in rows}) > 1:
         raise PlanError("update_weight= or divided= is given on some ranks and not on others; give the same on all")
-    assert request is not None  # else its failure was raised
-    of, (*_, is_divided, own, first) = request.of, map(list, zip(*rows[: ranks.num_weighing], strict=True))
-    weights = [1.0] if is_divided[0] else own if UNKNOWN not in own else first if of == 1 else [UNKNOWN]
+    # Without a request its failure was raised above.
+    assert request is not None
+    of, (*_, is_divided, stated, first) = request.of, map(list, zip(*rows[: ranks.num_weighing], strict=True))
+    weights = [UNKNOWN]
+    if is_divided[0]:
+        weights = [1.0]
+    elif UNKNOWN not in stated:
+        weights = stated
+    elif of == 1:
+        weights = first
     if UNKNOWN not in weights:
         weight = math.fsum(weights)
         return request, LoopAgreement(of, weight, weight or 1.0)
     guess = 0.0 if UNKNOWN in first else of * math.fsum(first)
-    return request, LoopAgreement(of, None, 2.0 ** round(math.log2(guess)) if guess else 1.0)  # that is exact
+    # A division by a power of two is exact, so that the guess costs no digits.
+    return request, LoopAgreement(of, None, 2.0 ** round(math.log2(guess)) if guess else 1.0)
 
 
-class UserLoop:
-    """The microbatches of one update, in the order of their index."""
+def check_first(gradient: Any, wrapper: Wrapper, index: int) -> None:
+    """Raise an error if no update of `microbatch` can begin."""
+    if wrapper.is_pipeline:
+        raise PlanError("a pipeline runs the microbatches of a call together; use forward_backward, not microbatch")
+    gradient.planner.check_goes_with("microbatch(), whose loop makes its own cut")
+    if gradient.open_update is not None:
+        raise MegabatchError("microbatch() was entered in an update of other calls; finalize() it before")
+    if index != 0:
+        raise MegabatchError(f"microbatch {index} was entered when no update is open; begin with microbatch 0")
+
+
+def open_loop(
+    wrapper: Wrapper, ownership: Ownership, broadcast: ErrorBroadcast | None, policy: str,
+    request: LoopRequest | None, failure: MegabatchError | None,
+) -> "LoopUpdate":  # fmt: skip
+    """Return a new update of `microbatch`, on which the ranks have agreed."""
+    wrapper.ranks.position.verb = "microbatch()"
+    # A forward without a backward leaves weights gathered, perhaps those before the step.
+    wrapper.reshard()
+    try:
+        wrapper.check_unchanged()
+    except MegabatchError as error:
+        failure = failure or error
+    with agreeing():
+        request, agreement = agree_on_loop(wrapper, request, failure)
+    return LoopUpdate(wrapper, ownership, broadcast, policy, request, agreement)
+
+
+class LoopUpdate(OpenUpdate):
+    """An update whose microbatches a loop of the user's runs, in the order of their index."""
 
     def __init__(
-        self, wrapper: Wrapper, ownership: Ownership, opened: OpenUpdate, policy: str, request: LoopRequest,
-        agreement: LoopAgreement,
+        self, wrapper: Wrapper, ownership: Ownership, broadcast: ErrorBroadcast | None, policy: str,
+        request: LoopRequest, agreement: LoopAgreement,
     ) -> None:  # fmt: skip
-        self.opened, self.divisor, self.of = opened, agreement.divisor, agreement.of
-        self.wrapper, self._ownership, self._policy = wrapper, ownership, policy
-        self.is_running = self.is_dropped = False
-        self.loss_scale: Tensor | None = None  # of a GradScaler
+        super().__init__(wrapper)
+        self.divisor, self.of = agreement.divisor, agreement.of
+        self.wrapper, self._ownership, self._broadcast = wrapper, ownership, broadcast
+        self._policies = policies_of_call(policy, self.of)
         self._scaler: torch.amp.GradScaler | None = None
         self._scaler_state: tuple[Any, ...] = ()
         self._saw_float16 = False  # a forward of the microbatch that runs was under autocast to float16
@@ -177,15 +215,21 @@ class UserLoop:
         self._is_scaled: bool | None = None  # losses are scaled; None before the first
         self._is_seen = True  # every loss is known, so that the update's can be reported
         self._num_done = 0
-        self._all_have_gradients = False
         self._writes: list[Writes | None] = []  # to gradients, before the microbatch that runs
         self._parameter_writes: list[Writes | None] = []
         self._told_weight: float | Tensor = 0.0  # of this rank's microbatches so far
         self._is_untold = False  # some microbatch did not tell its weight
         self._update_weight, self._is_divided = request.update_weight, request.weight.kind == DIVIDED
         known = {} if agreement.weight is None else {PAIR_NAME: agreement.weight}
-        opened.count_call(CallAgreement(agreement.of, 0, 0, known, None))
-        opened.divide_by(self.divisor)
+        self.count_call(CallAgreement(agreement.of, 0, 0, known, None))
+        self.divide_by(self.divisor)
+
+    @property
+    def can_add(self) -> bool:
+        return False
+
+    def check_can_add(self) -> None:
+        raise MegabatchError("the update consists of microbatch(), and no call adds to it; finalize() it before")
 
     def check_next(self, index: int, of: int) -> None:
         """Raise `MegabatchError` unless this is the next microbatch of the update."""
@@ -207,10 +251,14 @@ class UserLoop:
         """Raise `MegabatchError` unless every microbatch has run."""
         if self.is_running or self._num_done < self.of:
             raise MegabatchError(
-                f"finalize() was called after {self._num_done} of {self.of} microbatches; run the others before, or "
-                "discard() the update"
+                f"finalize() was called after {self._num_done} of {self.of} microbatches; run all of them before"
             )
         self._check_scaler()
+
+    def hear_errors(self) -> None:
+        """Raise the error of another rank whose loop has failed, instead of waiting for it."""
+        if self._broadcast is not None:
+            self._broadcast.check()
 
     @contextlib.contextmanager
     def run(self, index: int, request: LoopRequest) -> Generator["LoopMicrobatch"]:
@@ -229,14 +277,16 @@ class UserLoop:
         self._ownership.enter(is_new=index == 0)
         weight = request.weight
         if weight.kind is None and self._update_weight is not None:
-            weight = LossWeight(SUM)  # as the first microbatch said
-        self._writes, part = _writes(each.grad for each in wrapper.accumulating), LoopMicrobatch(self, index, weight)
+            # The first microbatch has said that losses are sums.
+            weight = LossWeight(SUM)
+        part = LoopMicrobatch(self, index, weight)
+        self._writes = _writes(parameter.grad for parameter in wrapper.accumulating)
         self._parameter_writes = _writes(wrapper.parameters)
         self._saw_float16, self.is_running = False, True
         self.backwards = BackwardCount(wrapper)
-        hooks = [each.register_forward_pre_hook(self._note_autocast) for each in wrapper.models]
+        hooks = [model.register_forward_pre_hook(self._note_autocast) for model in wrapper.models]
         try:
-            with wrapper.microbatch(self._policy, last=is_last):
+            with wrapper.microbatch(self._policies[index], last=is_last):
                 wrapper.is_counting = not weight.is_zero
                 try:
                     yield part
@@ -264,7 +314,7 @@ class UserLoop:
         if part.scaled:
             _check_seeds(where, part.seeds)
             if part.seeds[0].device.type != "cpu":  # else it is read
-                self.opened.compare_seed(part.seeds[0])
+                self.compare_seed(part.seeds[0])
         if self.backwards.number > 1 and not part.took_divisor:
             raise MegabatchError(
                 f"{where} ran {self.backwards.number} backwards that add to the model's gradients; add the losses "
@@ -284,14 +334,15 @@ class UserLoop:
         self._num_done += 1
         if self._num_done == self.of:
             self._finish_weights()
-        if not self._all_have_gradients:  # only new gradients can share memory
+        # Only new gradients can share memory.
+        if not self._all_have_gradients:
             separate_gradients(self.wrapper.accumulating)
-            self._all_have_gradients = all(each.grad is not None for each in self.wrapper.accumulating)
-        self._ownership.leave(self.opened.total_factor)
+            self._all_have_gradients = all(parameter.grad is not None for parameter in self.wrapper.accumulating)
+        self._ownership.leave(self.total_factor)
 
     def check_unmoved(self, where: str) -> None:
         """Raise `LossContractError` if gradients have changed since the microbatch began."""
-        before, after = self._writes, _writes(each.grad for each in self.wrapper.accumulating)
+        before, after = self._writes, _writes(parameter.grad for parameter in self.wrapper.accumulating)
         # FSDP2 makes some parameters in the first forward, so that the list after is longer.
         if not self.wrapper.replaces_gradients and (
             _have_changed(before, after[: len(before)]) or any(after[len(before) :])
@@ -308,7 +359,7 @@ class UserLoop:
         A wrapper that reduces in backward writes to gradients itself, and FSDP2 keeps them elsewhere until then.
         """
         wrapper, is_last = self.wrapper, self._num_done == self.of - 1
-        before, after = self._writes, _writes(each.grad for each in wrapper.accumulating)
+        before, after = self._writes, _writes(parameter.grad for parameter in wrapper.accumulating)
         if not wrapper.replaces_gradients and _have_changed(self._parameter_writes, _writes(wrapper.parameters)):
             raise MegabatchError(f"parameters were written to in {where}; call optimizer.step() after finalize()")
         pairs = [] if wrapper.replaces_gradients or wrapper.forwards_meet else list(zip(before, after, strict=True))
@@ -322,7 +373,8 @@ class UserLoop:
                 f"{where} ended without a backward, or with one that reached no parameter; call loss.backward() once "
                 "in the body of microbatch()"
             )
-        if may_write_often or (type(wrapper) is not Wrapper and (is_last or self._policy == "every")):
+        reduces = is_last or self._policies[self._num_done] == "every"
+        if may_write_often or (type(wrapper) is not Wrapper and reduces):
             return
         both = [(old, new) for old, new in pairs if old and new]
         if any(old[0]() is not new[0]() for old, new in both):
@@ -346,7 +398,7 @@ class UserLoop:
                 "yields"
             )
         if part.took_divisor:
-            self.opened.add_unseen(PAIR_NAME, self.tell_weight(kind, value))
+            self.add_unseen(PAIR_NAME, self.tell_weight(kind, value))
             return
         if part.weight.is_zero or isinstance(value, Tensor):
             shown = "a weight on a device, which may be 0" if isinstance(value, Tensor) else "the weight 0"
@@ -354,12 +406,13 @@ class UserLoop:
                 f"{where} has {shown}, and its loss was not scaled by that; differentiate scale(loss) of what "
                 "microbatch() yields"
             )
-        self.opened.divide_by(self.wrapper.loss_factor)
-        self.opened.add_unseen(UNSCALED, self.tell_weight(kind, value))
+        self.divide_by(self.wrapper.loss_factor)
+        self.add_unseen(UNSCALED, self.tell_weight(kind, value))
 
     def tell_weight(self, kind: str, value: float | Tensor | None) -> float | Tensor:
         """Count the weight of a microbatch, and return it."""
-        if kind == DIVIDED:  # each microbatch has an equal part of the weight 1
+        # Each microbatch has an equal part of the weight 1.
+        if kind == DIVIDED:
             return 1 / (self.wrapper.ranks.num_weighing * self.of)
         if value is None:
             self._is_untold = True
@@ -369,13 +422,13 @@ class UserLoop:
 
     def _finish_weights(self) -> None:
         """Compare the weights of the microbatches with that of the update, or add what they did not tell."""
-        whole = self._update_weight
-        if whole is None:
+        update_weight = self._update_weight
+        if update_weight is None:
             return
         if self._is_untold:
-            self.opened.add_weight(whole - self._told_weight)
+            self.add_weight(update_weight - self._told_weight)
         else:
-            self.opened.compare_weight(whole)
+            self.compare_weight(update_weight)
 
     def multiply(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> Tensor:
         """Multiply the loss by the scale of a GradScaler, and note the scale."""
@@ -417,7 +470,7 @@ class UserLoop:
 class LoopMicrobatch:
     """One microbatch of your own loop; `GradientAccumulator.microbatch` yields it."""
 
-    def __init__(self, loop: UserLoop, index: int, weight: LossWeight) -> None:
+    def __init__(self, loop: LoopUpdate, index: int, weight: LossWeight) -> None:
         self.index, self.weight = index, weight
         self.scaled = self.took_divisor = False
         self.seeds: list[Tensor] = []  # the gradient that each backward gave the scaled loss
@@ -451,12 +504,12 @@ class LoopMicrobatch:
             raise LossContractError(f"{where} is a JointLoss, which needs all samples; give it to forward_backward()")
         if self.scaled or self.took_divisor:
             raise MegabatchError(f"{where} was divided before; call scale() or read divisor once in a microbatch")
-        given = read_loss_weight(sum_over, mean_over)
-        if given.kind is not None and self.weight.kind is not None and self.weight.value is not None:
+        scale_weight = read_loss_weight(sum_over, mean_over)
+        if scale_weight.kind is not None and self.weight.kind is not None and self.weight.value is not None:
             raise PlanError(f"the weight of {where} is given to microbatch() and to scale(); give it to one of them")
-        if given.kind is not None and self.weight.kind == DIVIDED:
+        if scale_weight.kind is not None and self.weight.kind == DIVIDED:
             raise PlanError(f"{where} is said to be divided, and scale() is given a weight; leave one out")
-        kind, value = self.weight = self.weight if given.kind is None else given
+        kind, value = self.weight = self.weight if scale_weight.kind is None else scale_weight
         if kind is None:
             raise LossContractError(f"{where} is not said to be a sum, a mean or divided; {SAY}")
         loss = terms_of((loss, 0.0))[PAIR_NAME].total
@@ -470,8 +523,8 @@ class LoopMicrobatch:
         total = _total(where, loss, self.weight)
         step = MicrobatchStep({}, self.index, {}, {}, is_dummy=False)
         term = {PAIR_NAME: Term(total, loop.tell_weight(kind, value))}
-        scaled = loop.opened.objective(term, step)
-        loop.opened.add(term, step)
+        scaled = loop.objective(term, step)
+        loop.add(term, step)
         scaled = loop.multiply(scaled, scaler)
         scaled.register_hook(self._note_backward)
         loop.backwards.watch()
@@ -488,8 +541,10 @@ class LoopMicrobatch:
         """
         (kind, value), loop = self.weight, self._loop
         if kind != SUM:
-            what = "not said" if kind is None else f"said to be {'a mean' if kind == MEAN else 'divided'}"
-            raise LossContractError(f"divisor is for a loss that is a sum, and this one is {what}; give it to scale()")
+            kind_said = "not said" if kind is None else f"said to be {'a mean' if kind == MEAN else 'divided'}"
+            raise LossContractError(
+                f"divisor is for a loss that is a sum, and this one is {kind_said}; give it to scale()"
+            )
         if self.scaled:
             raise MegabatchError(f"microbatch {self.index} of {loop.of} called scale() and reads divisor; use one")
         self.took_divisor = True
@@ -547,7 +602,8 @@ def _check_seeds(where: str, seeds: list[Tensor]) -> None:
 def _check_kind(where: str, loss: Tensor, weight: LossWeight, of: int) -> None:
     """Raise `LossContractError` for a loss whose last operation shows that it is not what was said."""
     kind, value = weight
-    if kind != MEAN and weight.is_zero:  # a repeated sample: any loss counts nothing
+    # A repeated sample counts nothing, whatever its loss.
+    if kind != MEAN and weight.is_zero:
         return
     divisor = last_divisor(loss)
     if of > 1 and kind != DIVIDED and divisor == of and value != of:
@@ -587,7 +643,7 @@ def _writes(tensors: Iterable[Tensor | None]) -> list[Writes | None]:
 
     `id` does not tell tensors apart: a new gradient may get the address of a dropped one.
     """
-    return [None if each is None else (weakref.ref(each), count_writes(each)) for each in tensors]
+    return [None if tensor is None else (weakref.ref(tensor), count_writes(tensor)) for tensor in tensors]
 
 
 def _have_changed(before: list[Writes | None], after: list[Writes | None]) -> bool:

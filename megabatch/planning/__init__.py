@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megabatch.planning.partition import balance as balance
     from megabatch.planning.partition import best_fit as best_fit
     from megabatch.planning.partition import deal_microbatches as deal_microbatches
+    from megabatch.planning.partition import fill as fill
     from megabatch.planning.sampler import Consumed as Consumed
 else:
     _HOME = {  # public name → its module
@@ -21,6 +22,7 @@ else:
         "best_fit": "partition",
         "deal": "dealing",
         "deal_microbatches": "partition",
+        "fill": "partition",
     }
     __all__ = list(_HOME)
     __getattr__, __dir__ = export_lazily(__name__, _HOME)

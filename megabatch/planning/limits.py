@@ -7,7 +7,7 @@ with the rows along a straight line, or along several, of which the steepest com
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +51,7 @@ class TunedLimit:
     """A limit for microbatches that was measured to fit: the ``fit`` of a `GradientAccumulator` without a limit.
 
     Pass it as ``max_microbatch_tokens`` to a new accumulator for the same model, which then measures nothing. It is a
-    tree of plain numbers: ``dataclasses.asdict`` gives what JSON can hold.
+    tree of plain numbers: ``dataclasses.asdict`` gives what JSON can hold. Rebuild ``cost`` as a `CostModel`.
     """
 
     max_microbatch_tokens: int
@@ -70,8 +70,9 @@ class TunedLimit:
 
     def explain(self) -> str:
         """Describe the choice for a person in one line."""
-        rows = ", ".join(str(each.rows) for each in self.measured)
-        within = [each for each in self.measured if each.rows * self.longest_tokens <= self.max_microbatch_tokens]
+        rows = ", ".join(str(microbatch.rows) for microbatch in self.measured)
+        largest = self.max_microbatch_tokens
+        within = [microbatch for microbatch in self.measured if microbatch.rows * self.longest_tokens <= largest]
         return (
             f"max_microbatch_tokens {self.max_microbatch_tokens:,}: predicted peak "
             f"{in_gib(self.cost.peak_bytes(1, self.max_microbatch_tokens))} of {in_gib(self.limit_bytes)}, measured "
@@ -124,7 +125,7 @@ def gains_little(measured: Sequence[MeasuredMicrobatch]) -> bool:
     Each further row takes the time that rows between the largest two have taken. The rest is a launch, which more rows
     would share.
     """
-    timed = sorted((each.rows, each.seconds) for each in measured if each.seconds is not None)
+    timed = sorted((microbatch.rows, microbatch.seconds) for microbatch in measured if microbatch.seconds is not None)
     if len(timed) < 2:
         return False
     (fewer, before), (rows, seconds) = timed[-2:]
@@ -177,7 +178,7 @@ def cost_of(
 
     Its bytes are a line through the two largest measurements that fit, or in proportion to the only one.
     """
-    *smaller, high = sorted(fitting(measured, space), key=lambda each: each.rows)
+    *smaller, high = sorted(fitting(measured, space), key=lambda microbatch: microbatch.rows)
     low = smaller[-1] if smaller else MeasuredMicrobatch(0, 0.0)
     row_bytes = max(0.0, (high.num_bytes - low.num_bytes) / (high.rows - low.rows))
     return CostModel(
@@ -211,35 +212,37 @@ def cost_in_use(timed: Sequence[TimedMicrobatch], host_seconds: float) -> CostMo
     if max(sizes, default=0) < LEAST_SPREAD * min(sizes, default=1):
         return None
     cost = CostModel(*seconds_of(timed))
-    least = max(host_seconds, min(seconds for *_, seconds in timed) / LAUNCH_SHARE)
-    return replace(cost, seconds_per_microbatch=max(cost.seconds_per_microbatch, least))
+    launch_seconds = max(host_seconds, min(seconds for *_, seconds in timed) / LAUNCH_SHARE)
+    return replace(cost, seconds_per_microbatch=max(cost.seconds_per_microbatch, launch_seconds))
 
 
 def _closest(counts: np.ndarray, timed: Sequence[TimedMicrobatch]) -> tuple[float, float, float]:
     """Solve least squares without negative factors, trying every subset of the at most three columns."""
-    weights = np.array([1 / each.seconds for each in timed])[:, None]
-    best, found = np.inf, np.zeros(3)
+    weights = np.array([1 / microbatch.seconds for microbatch in timed])[:, None]
+    best, best_factors = np.inf, np.zeros(3)
     num_columns = counts.shape[1]
-    for used in (each for size in range(1, num_columns + 1) for each in combinations(range(num_columns), size)):
+    sizes = range(1, num_columns + 1)
+    for used in chain.from_iterable(combinations(range(num_columns), size) for size in sizes):
         factors = np.linalg.lstsq(counts[:, used] * weights, np.ones(len(timed)))[0]
-        left = float(np.sum((counts[:, used] * weights @ factors - 1) ** 2))
-        if (factors >= 0).all() and left < best:
-            best, found = left, np.zeros(3)
-            found[list(used)] = factors
-    return float(found[0]), float(found[1]), float(found[2])
+        error = float(np.sum((counts[:, used] * weights @ factors - 1) ** 2))
+        if (factors >= 0).all() and error < best:
+            best, best_factors = error, np.zeros(3)
+            best_factors[list(used)] = factors
+    return float(best_factors[0]), float(best_factors[1]), float(best_factors[2])
 
 
 def fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom) -> list[MeasuredMicrobatch]:
     """Return those that fit in memory."""
-    return [each for each in measured if each.num_bytes <= space.allowed]
+    return [microbatch for microbatch in measured if microbatch.num_bytes <= space.allowed]
 
 
 def largest_fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom) -> MeasuredMicrobatch | None:
-    return max(fitting(measured, space), key=lambda each: each.rows, default=None)
+    return max(fitting(measured, space), key=lambda microbatch: microbatch.rows, default=None)
 
 
 def smallest_not_fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom) -> MeasuredMicrobatch | None:
-    return min((each for each in measured if each.num_bytes > space.allowed), key=lambda each: each.rows, default=None)
+    too_large = [microbatch for microbatch in measured if microbatch.num_bytes > space.allowed]
+    return min(too_large, key=lambda microbatch: microbatch.rows, default=None)
 
 
 def _along_line(
@@ -249,13 +252,13 @@ def _along_line(
 
     Returns 0 without two measurements.
     """
-    below = [each for each in measured if each.rows < low.rows]
+    below = [microbatch for microbatch in measured if microbatch.rows < low.rows]
     if over is None and not below:
         return 0.0
-    first, second = (low, over) if over is not None else (max(below, key=lambda each: each.rows), low)
+    first, second = (low, over) if over is not None else (max(below, key=lambda microbatch: microbatch.rows), low)
     slope = (second.num_bytes - first.num_bytes) / (second.rows - first.rows)
     return low.rows + (1 - 1 / NEARBY) * max(0.0, num_bytes - low.num_bytes) / max(slope, 1e-9)
 
 
-def _ratio(whole: float, part: float) -> float:
-    return max(0.0, whole) / max(part, 1.0)
+def _ratio(total: float, part: float) -> float:
+    return max(0.0, total) / max(part, 1.0)

@@ -94,10 +94,10 @@ def _deal(falling: np.ndarray, order: np.ndarray, num_bins: int) -> np.ndarray:
     heap = list(zip(loads.tolist(), bins.tolist(), room.tolist(), strict=True))
     heapq.heapify(heap)
     for item in range(start, num):
-        load, index, left = heapq.heappop(heap)
+        load, index, remaining_room = heapq.heappop(heap)
         dealt[item] = index
-        if left > 1:
-            heapq.heappush(heap, (load + float(falling[item]), index, left - 1))
+        if remaining_room > 1:
+            heapq.heappush(heap, (load + float(falling[item]), index, remaining_room - 1))
     bins_of_items = np.empty_like(dealt)
     bins_of_items[order] = dealt
     return bins_of_items
@@ -145,8 +145,8 @@ def deal_microbatches(
         The microbatches of each rank, as indices of samples. A rank may have none.
     """
     microbatches = fill(lengths, max_rows=max_rows, max_tokens=max_tokens)
-    prices = [price(len(each), lengths[each[-1]]) for each in microbatches]  # the longest is the last
-    return [[microbatches[index] for index in mine] for mine in balance(prices, num_bins)]
+    prices = [price(len(microbatch), lengths[microbatch[-1]]) for microbatch in microbatches]  # the longest is the last
+    return [[microbatches[index] for index in indices] for indices in balance(prices, num_bins)]
 
 
 def split(
@@ -170,17 +170,17 @@ def split(
     if not order:
         return []
     longest = [max(1, lengths[item]) for item in order]
-    most = len(order) if max_rows is None else max_rows
+    most_rows = len(order) if max_rows is None else max_rows
     if longest[0] == longest[-1]:  # the fewest are the cheapest
-        rows = most if max_tokens is None else max(1, min(most, max_tokens // longest[0]))
+        rows = most_rows if max_tokens is None else max(1, min(most_rows, max_tokens // longest[0]))
         return [tuple(order[max(0, end - rows) : end]) for end in range(len(order), 0, -rows)][::-1]
     # A fee per microbatch that exceeds any other saving makes their number the smallest.
     fee = len(order) * seconds(1, longest[0]) if max_tokens is None else 0.0
     lines: dict[int, tuple[float, float, int]] = {}  # by length: the price of a launch and of a row, and the most rows
     for length in dict.fromkeys(longest):
-        one, two = seconds(1, length), seconds(2, length)
-        rows = most if max_tokens is None else min(most, max_tokens // length)
-        lines[length] = (fee + 2 * one - two, two - one, max(1, rows))
+        one_row, two_rows = seconds(1, length), seconds(2, length)
+        rows = most_rows if max_tokens is None else min(most_rows, max_tokens // length)
+        lines[length] = (fee + 2 * one_row - two_rows, two_rows - one_row, max(1, rows))
     starts = _shortest_path([lines[length] for length in longest])
     groups: list[tuple[int, ...]] = []
     end = len(order)
@@ -207,12 +207,12 @@ def _shortest_path(lines: Sequence[tuple[float, float, int]]) -> list[int]:
         height, last = best + launch - start * slope, min(num, start + rows)
         since = end
         while len(queue) > head:
-            _, other, steeper, other_last, first = queue[-1]
+            _, other_height, steeper, other_last, first = queue[-1]
             if steeper > slope:
-                crossing = (height - other) / (steeper - slope)
+                crossing = (height - other_height) / (steeper - slope)
                 since = end if crossing < end else int(crossing) + 1 if crossing < other_last else other_last + 1
             else:
-                since = end if height < other else other_last + 1
+                since = end if height < other_height else other_last + 1
             if since > max(first, end):
                 break
             queue.pop()
@@ -235,8 +235,8 @@ def group_neighbors(prices: Sequence[np.ndarray]) -> list[int]:
     """
     num = len(prices)
     table = np.full((num, num + 1), np.inf)  # [start, end]
-    for start, own in enumerate(prices):
-        table[start, start + 1 :] = own
+    for start, row_prices in enumerate(prices):
+        table[start, start + 1 :] = row_prices
     best = np.full(num + 1, np.inf)  # [end], of the items before it in `len(starts)` groups
     best[0], starts, totals = 0.0, list[np.ndarray](), list[float]()
     for _ in range(min(MOST_STEPS, num)):
@@ -245,9 +245,9 @@ def group_neighbors(prices: Sequence[np.ndarray]) -> list[int]:
         best = reached.min(axis=0)
         totals.append(float(best[num]))
     ends, end = list[int](), num
-    for own in reversed(starts[: 1 + totals.index(min(totals))] if totals else []):
+    for start_of in reversed(starts[: 1 + totals.index(min(totals))] if totals else []):
         ends.append(end)
-        end = int(own[end])
+        end = int(start_of[end])
     return ends[::-1]
 
 
@@ -315,8 +315,8 @@ def best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
             if not rows_with[space]:
                 spaces.remove(space)
         row.append(item)
-        if left := space - length:
-            if not rows_with.setdefault(left, []):
-                spaces.add(left)
-            rows_with[left].append(row)
+        if room := space - length:
+            if not rows_with.setdefault(room, []):
+                spaces.add(room)
+            rows_with[room].append(row)
     return rows

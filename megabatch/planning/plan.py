@@ -3,9 +3,10 @@
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -164,8 +165,10 @@ class Plan:
 
     def in_parts(self, parts: Parts) -> "Plan":
         """Return the plan as it ran, with split microbatches replaced by their parts."""
-        cut = (parts.get(index, [rows]) for index, rows in enumerate(self.microbatches))
-        return replace(self, microbatches=tuple(rows for each in cut for rows in each), num_split=len(parts))
+        microbatches: list[tuple[int, ...]] = []
+        for index, rows in enumerate(self.microbatches):
+            microbatches += parts.get(index, [rows])
+        return replace(self, microbatches=tuple(microbatches), num_split=len(parts))
 
     def explain(self) -> str:
         """Describe the plan for a person, one fact per line."""
@@ -252,7 +255,7 @@ def pad_with_dummies(microbatches: Sequence[tuple[int, ...]], num_microbatches: 
 def split_in_halves(rows: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Split the samples of a microbatch into two parts; a single sample stays one part."""
     middle = (len(rows) + 1) // 2
-    return [each for each in (rows[:middle], rows[middle:]) if each]
+    return [half for half in (rows[:middle], rows[middle:]) if half]
 
 
 def require_one_limit(micro_batch_size: int | None, max_microbatch_tokens: int | None) -> None:
@@ -285,6 +288,10 @@ def check_cost(cost: object, others: str = "") -> CostModel | None:
     """Return ``cost``. Raises `PlanError` unless it is a `CostModel` or None; ``others`` names what else may be."""
     if cost is not None and not isinstance(cost, CostModel):
         raise PlanError(f"cost is {cost!r}; expected a CostModel{others}, or leave it out")
+    for field_of_cost in fields(cost) if cost is not None else ():
+        value = getattr(cost, field_of_cost.name)
+        if not 0 <= value < math.inf:
+            raise PlanError(f"cost has {field_of_cost.name}={value}; expected a finite number, not negative")
     return cost
 
 

@@ -18,7 +18,7 @@ from megabatch.errors import PlanError, require_count, require_positive
 from megabatch.planning.dealing import deal
 from megabatch.planning.partition import balance_lengths, deal_microbatches
 from megabatch.planning.plan import CostModel, check_cost, check_lengths, require_one_limit
-from megabatch.torch_private import is_asked_by_workers
+from megabatch.torch_private.data_workers import is_asked_by_workers
 
 TAILS = ("step", "drop", "carry")
 MAX_POSITIONS = 2**16  # of updates that were handed out; readers ahead of the training are far closer
@@ -44,7 +44,7 @@ class Position(NamedTuple):
 
     updates: int = 0
     samples: int = 0
-    seen: Consumed = Consumed()
+    consumed: Consumed = Consumed()
 
 
 class UpdateSampler(torch.utils.data.Sampler[list[int]]):
@@ -70,18 +70,19 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             ranks too (cp, tp or pp). None: all ranks of the process group, or 1 without one.
         tail: Handling of an epoch's last samples that do not fill an update: "step" makes a short update of them,
             "drop" leaves them out, "carry" begins the next epoch's first update with them.
-        cost: Balances shares by seconds; None balances by length. It may be set later, as an attribute, and must be the
-            same on all ranks, to the bit.
+        cost: Balances shares by seconds; None balances by length. It must be the same on all ranks, to the bit.
         order: Returns the sample ids of an epoch, in order, by the epoch's number: any ids of the data set, the same in
             every process, and equally many in every epoch. By default all of them, shuffled by seed and epoch.
         same_bits: Cut each update into microbatches whatever the number of ranks, and deal whole microbatches. Give it
-            together with the limit of the accumulator, which has ``same_bits=True`` too.
+            together with the limit of the accumulator, whose planner is `SameBits`.
         micro_batch_size: Samples of a microbatch, as the accumulator has it. This or
         max_microbatch_tokens: padded tokens of a microbatch. With a limit, samples of similar length are grouped before
             they are dealt, so that ranks have little padding. Shares then differ in size. Leave both out for samples
             that are not padded.
         speeds: Relative speed of each rank, such as ``[1, 1, 0.5]``. A slow rank is dealt less, and the gradient stays
             the same. It needs a limit.
+
+    `deal_by` changes cost, limit and speeds between updates.
 
     Raises `PlanError` for a size, a rank, a tail or an order that cannot be, and on all ranks where their first updates
     are not the same.
@@ -162,8 +163,13 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         """Return the number of updates that the next iteration yields."""
         if callable(self._given):
             return sum(1 for _ in copy(self)._spans())
-        left = self._end() - self._consumed
-        return -(-left // self._size) if self._tail == "step" else left // self._size
+        remaining = self._end() - self._consumed
+        return -(-remaining // self._size) if self._tail == "step" else remaining // self._size
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample of the data set, [number of ids]."""
+        return self._lengths
 
     def sizes(self, num_epochs: int) -> Iterator[int]:
         """Yield the samples of each update still to come, over all ranks, in the first ``num_epochs`` epochs."""
@@ -178,6 +184,33 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         """Return this rank's share of an update's sample ids."""
         ids = np.asarray(samples, dtype=np.int64)
         return ids[self._ranks_of(ids) == self._dp_rank].tolist()
+
+    def deal_by(
+        self,
+        *,
+        cost: CostModel | None = None,
+        max_microbatch_tokens: int | None = None,
+        speeds: Sequence[float] | None = None,
+    ) -> None:
+        """Deal the updates to come by what was measured since. The samples of each update stay the same.
+
+        All ranks call this between the same two updates, with the same values to the bit. None leaves a value as it is.
+
+        Args:
+            cost: See above.
+            max_microbatch_tokens: The accumulator's limit, where it was measured.
+            speeds: See above. Ones for all ranks take speeds back.
+
+        Raises:
+            PlanError: Values that cannot be.
+        """
+        limits, degree = self._limits, (self._place or (0, None))[1]
+        if max_microbatch_tokens is not None:
+            limits = _check_limits(self._lengths, limits and limits[0], max_microbatch_tokens, is_needed=False)
+        if speeds is not None:
+            takes_speeds = limits is not None and not self._same_bits
+            self._speeds = _check_speeds(speeds, degree, takes_speeds=takes_speeds)
+        self._limits, self.cost = limits, check_cost(cost) or self.cost
 
     def state_dict(self, updates: int | None = None) -> dict[str, Any]:
         """Return the position in the stream of samples, independent of the number of ranks.
@@ -204,16 +237,16 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
                     "give the number of updates of the run that were trained"
                 )
             position = self._positions[updates - first]
-        seen = {"seen": list(position.seen)} if callable(self._given) else {}
+        seen_state = {"seen": list(position.consumed)} if callable(self._given) else {}
         counts = {"updates": position.updates, "samples": position.samples}
-        return {**counts, "num_samples": self._epoch_size, "seed": self._seed, **seen}
+        return {**counts, "num_samples": self._epoch_size, "seed": self._seed, **seen_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at ``state``. Raises `PlanError` for a state of another data set or seed."""
-        for key, mine in {"num_samples": self._epoch_size, "seed": self._seed}.items():
-            if state[key] != mine:
+        for key, expected in {"num_samples": self._epoch_size, "seed": self._seed}.items():
+            if state[key] != expected:
                 raise PlanError(
-                    f"the sampler's state has {key}={state[key]} but this sampler has {mine}; "
+                    f"the sampler's state has {key}={state[key]} but this sampler has {expected}; "
                     "give the same data and seed"
                 )
         if callable(self._given) and state["samples"] and "seen" not in state:
@@ -229,9 +262,10 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     @property
     def _size(self) -> int:
         """Samples of the next update."""
-        given = self._given
+        global_batch_size = self._given
         try:
-            return require_count("global_batch_size", given(self._seen) if callable(given) else given)
+            size = global_batch_size(self._seen) if callable(global_batch_size) else global_batch_size
+            return require_count("global_batch_size", size)
         except StopIteration as error:  # which would end the loop that asks for the next update
             raise PlanError(
                 "global_batch_size raised StopIteration: an iterator in it has ended; give next() a default"
@@ -253,7 +287,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         price, ranks = (self.cost or CostModel()).seconds, np.zeros(len(lengths), dtype=np.int64)
         dealt = deal_microbatches(lengths, self._dp_degree, price, max_rows=rows, max_tokens=tokens)
         for rank, microbatches in enumerate(dealt):
-            ranks[[index for each in microbatches for index in each]] = rank
+            ranks[[index for microbatch in microbatches for index in microbatch]] = rank
         return ranks
 
     @property
@@ -274,16 +308,16 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         no_ids = np.empty(0, dtype=np.int64)
         ids = np.asarray(next((self._ids(*span) for span in copy(self)._spans()), no_ids), dtype=np.int64)
         first = repr(self._consumed).encode() + ids.tobytes() + self._ranks_of(ids).tobytes()
-        mine = zlib.crc32(first, zlib.crc32(self._lengths.tobytes()))
-        told: list[Any] = [None] * num_ranks
-        dist.all_gather_object(told, (self._dp_rank, mine))
-        dp_ranks = [int(each) for each, _ in told]
+        local_checksum = zlib.crc32(first, zlib.crc32(self._lengths.tobytes()))
+        rank_checksums: list[Any] = [None] * num_ranks
+        dist.all_gather_object(rank_checksums, (self._dp_rank, local_checksum))
+        dp_ranks = [int(dp_rank) for dp_rank, _ in rank_checksums]
         if sorted(dp_ranks) != list(range(num_ranks)):
             raise PlanError(f"the ranks have dp_rank {dp_ranks}; expected each of 0 to {num_ranks - 1} once")
-        if others := [other for other, (_, update) in enumerate(told) if update != told[0][1]]:
+        if other_updates := [rank for rank, (_, update) in enumerate(rank_checksums) if update != rank_checksums[0][1]]:
             raise PlanError(
-                f"the first update of rank {others[0]} is not that of rank 0; give every rank's UpdateSampler the same "
-                "lengths, global_batch_size, seed, order, tail, cost and state"
+                f"the first update of rank {other_updates[0]} is not that of rank 0; give every rank's UpdateSampler "
+                "the same lengths, global_batch_size, seed, order, tail, cost and state"
             )
 
     def _spans(self) -> Iterator[tuple[int, int]]:
@@ -341,28 +375,30 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
 
 def _check_limits(
-    lengths: Sequence[int], rows: int | None, tokens: int | None, *, is_needed: bool
+    lengths: Any, rows: int | None, tokens: int | None, *, is_needed: bool
 ) -> tuple[int | None, int | None] | None:
     """Return the limits of a microbatch. None without one, unless it is needed."""
     if rows is None and tokens is None and not is_needed:
         return None
     require_one_limit(rows, tokens)
+    if tokens is not None:
+        require_count("max_microbatch_tokens", tokens)
     check_lengths(lengths, tokens)
     return rows, tokens
 
 
-def _check_speeds(
-    speeds: Sequence[float] | None, dp_degree: int | None, *, takes_speeds: bool
-) -> tuple[float, ...] | None:
+def _check_speeds(speeds: Any, dp_degree: int | None, *, takes_speeds: bool) -> tuple[float, ...] | None:
     """Return the speeds of the ranks. Raises `PlanError` for speeds that cannot be, or that nothing uses."""
     if speeds is None:
         return None
     if not takes_speeds:
         raise PlanError(
-            f"speeds is {list(speeds)} and ranks are dealt single samples, or same_bits=True; give speeds together "
+            f"speeds is {speeds!r} and ranks are dealt single samples, or same_bits=True; give speeds together "
             "with micro_batch_size or max_microbatch_tokens, and without same_bits"
         )
     num_ranks = _place_in_group()[1] if dp_degree is None else dp_degree
+    if not isinstance(speeds, Sequence | np.ndarray):
+        raise PlanError(f"speeds is {speeds!r}; give a list with one number for each of {num_ranks} ranks")
     if len(speeds) != num_ranks:
         raise PlanError(f"speeds has {len(speeds)} numbers for {num_ranks} ranks; give one for each")
     return tuple(require_positive("a number of speeds", speed) for speed in speeds)

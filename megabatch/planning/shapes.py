@@ -58,14 +58,15 @@ def choose_shapes(
     }))  # fmt: skip
     price = (cost or _usual_cost(kinds.tolist())).seconds
     prices = np.array([price(*kind) for kind in kinds.tolist()])
-    found: list[int] = []
+    chosen: list[int] = []
     for turn in range(count * ROUNDS):
-        others = found[1:] if turn >= count else found  # the one that has been there longest is chosen again
-        added = _totals(updates, kinds, prices, others)
-        if not any(kinds[each][1] == top for each in others):
+        other_kinds = chosen[1:] if turn >= count else chosen  # the one that has been there longest is chosen again
+        added = _totals(updates, kinds, prices, other_kinds)
+        if not any(kinds[kind][1] == top for kind in other_kinds):
             added[kinds[:, 1] < top] = np.inf
-        found = [*others, int(added.argmin())]
-    return tuple(sorted({tuple(kinds[each].tolist()) for each in found}, key=lambda kind: (-kind[1], -kind[0])))
+        chosen = [*other_kinds, int(added.argmin())]
+    shapes = {tuple(kinds[kind].tolist()) for kind in chosen}
+    return tuple(sorted(shapes, key=lambda shape: (-shape[1], -shape[0])))
 
 
 def _totals(updates: np.ndarray, kinds: np.ndarray, prices: np.ndarray, chosen: Sequence[int]) -> np.ndarray:
@@ -77,8 +78,8 @@ def _totals(updates: np.ndarray, kinds: np.ndarray, prices: np.ndarray, chosen: 
         fits = kinds[:, 1, None] >= updates[None, :, start]
         ends = np.minimum(start + kinds[:, 0], num)
         best[start] = np.where(fits, prices[:, None] + best[ends, every], np.inf)
-        for each in chosen:
-            through = np.where(fits[each], prices[each] + best[ends[each]], np.inf)
+        for kind in chosen:
+            through = np.where(fits[kind], prices[kind] + best[ends[kind]], np.inf)
             np.minimum(best[start], through, out=best[start])
     return best[0].sum(axis=1)
 
@@ -95,13 +96,13 @@ def _fewest_tokens(totals: Sequence[int], count: int, top: int) -> list[int]:
         through = np.vstack([held[1:] * sizes, through])  # or no smaller size at all
         before.append(through.argmin(axis=0))
         best = through.min(axis=0)
-    found, last = [int(sizes[-1])], len(sizes) - 1
-    for each in reversed(before):
-        if (row := int(each[last])) == 0:
+    sizes_chosen, last = [int(sizes[-1])], len(sizes) - 1
+    for argmin in reversed(before):
+        if (row := int(argmin[last])) == 0:
             break
         last = row - 1
-        found.append(int(sizes[last]))
-    return found
+        sizes_chosen.append(int(sizes[last]))
+    return sizes_chosen
 
 
 def plan_in_shapes(
@@ -138,7 +139,7 @@ def shapes_within(
     kinds = [*dict.fromkeys((_most_rows(rows, tokens, max_rows, max_tokens), tokens) for rows, tokens in cut)]
     while top < longest:
         known = [tokens for _, tokens in shapes if tokens >= longest][-1:]
-        top = min([2 * top, *(most for most in (*known, max_tokens, num_positions) if most and most >= longest)])
+        top = min([2 * top, *(limit for limit in (*known, max_tokens, num_positions) if limit and limit >= longest)])
         if top >= longest:
             kinds.append((1, top))
     return kinds
@@ -181,15 +182,15 @@ def _pack_into_shapes(lengths: Sequence[int], shapes: Sequence[Shape], seconds: 
     sizes = sorted({tokens for _, tokens in shapes})
     counted = [max(1, length) for length in lengths]
     longest = max(counted, default=1)
-    found = [
+    packings = [
         {
-            tuple(row): (1, next(size for size in sizes if size >= sum(counted[each] for each in row)))
+            tuple(row): (1, next(size for size in sizes if size >= sum(counted[index] for index in row)))
             for row in best_fit(counted, capacity)
         }
         for capacity in sizes
         if capacity >= longest
     ]
-    return min(found, key=lambda groups: sum(seconds(1, tokens) for _, tokens in groups.values()))
+    return min(packings, key=lambda groups: sum(seconds(1, tokens) for _, tokens in groups.values()))
 
 
 def _most_rows(rows: int, tokens: int, max_rows: int | None, max_tokens: int | None) -> int:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megabatch.errors import LossContractError
-from megabatch.torch_private import count_writes, has_backward_hooks
+from megabatch.torch_private.autograd import count_writes
+from megabatch.torch_private.module_members import has_backward_hooks
 from megabatch.wrappers.base import Wrapper
 
 MEMBERS = ("_parameters", "_buffers", "_modules")  # attributes of a module with tensors that are its own

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megabatch.torch_private import backward_id, is_in_function_backward
+from megabatch.torch_private.autograd import backward_id, is_in_function_backward
 from megabatch.wrappers.base import Wrapper
 
 

@@ -14,14 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.engine.error_broadcast import rank_of_process
 from megabatch.losses.contract import REFUSES_MEANS
-from megabatch.torch_private import (
-    buffers_of,
-    count_writes,
-    is_dtensor,
-    is_fake,
-    own_parameters,
-    transient_buffers,
-)
+from megabatch.torch_private.autograd import count_writes
+from megabatch.torch_private.classes import is_dtensor
+from megabatch.torch_private.module_members import buffers_of, own_parameters, transient_buffers
+from megabatch.torch_private.operations import is_fake
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.checks import TRANSPARENT
 
@@ -132,10 +128,10 @@ def _is_comparable(buffer: Tensor) -> bool:
     return is_plain and buffer.device.type == "cpu" and buffer.numel() <= MAX_COMPARED
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
+def _are_equal(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors have the same values; NaN is NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    return torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)

@@ -1,21 +1,22 @@
 """Check that samples of one row, packed or branches of a tree, do not see each other, by a trial: no config says it."""
 
-import contextlib
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megabatch.batching.mixing_causes import find_mixing_causes
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import IDS, POSITIONS, Padding, find_mixing_causes, is_causal, with_config
+from megabatch.batching.padding import IDS, POSITIONS, is_causal, list_configs
 from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
 from megabatch.batching.tree import to_device
 from megabatch.engine.call import first_failure
 from megabatch.engine.error_broadcast import is_out_of_memory
-from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
-from megabatch.torch_private import is_compiled, is_dtensor, is_fsdp2, original_of
+from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.torch_private.classes import is_dtensor, is_fsdp2
+from megabatch.torch_private.module_members import is_compiled, original_of
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
@@ -51,31 +52,6 @@ def check_packing(wrapper: Wrapper, collate: OneRow | SharedPrefix, limits: Sequ
                 f"max_microbatch_tokens={most_tokens}, or leave {name} out"
             )
     _check_on_all_ranks(wrapper.models[0], wrapper.device, ranks, collate)
-
-
-@contextlib.contextmanager
-def watched(model: Any, num_microbatches: int) -> Generator[None]:
-    """Check, during a call, that the loss calls the model with position_ids and without a mask or cache."""
-    if not num_microbatches:
-        yield
-        return
-    is_called = False
-
-    def check(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        nonlocal is_called
-        is_called = True
-        _check_inputs(model, placed, named)
-
-    handle = cast(nn.Module, model).register_forward_pre_hook(check, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-    if not is_called:
-        raise LossContractError(
-            "the loss does not call the model that it is given (a part of it, perhaps), so that nobody sees whether "
-            "samples of a row are kept apart; call the model itself, or leave OneRow out"
-        )
 
 
 def check_packing_isolation(logits: Logits, vocab_size: int, device: torch.device, *, num_rows: int = 1) -> bool:
@@ -134,13 +110,13 @@ def _check_isolated(model: nn.Module, device: torch.device) -> None:
     """
     logits, vocab_size = _logits(model), _vocab_size(model, "OneRow")
     row = _trial_tokens(1, vocab_size, device)  # [1, T]
-    other = torch.cat([(row[:, :NUM_FIRST] + 1) % vocab_size, row[:, NUM_FIRST:]], dim=1)  # another first sample
+    other_row = torch.cat([(row[:, :NUM_FIRST] + 1) % vocab_size, row[:, NUM_FIRST:]], dim=1)  # another first sample
     running = torch.arange(NUM_FIRST + NUM_SECOND, device=device)[None]  # [1, T]
     packed, alone = _packed_and_alone(logits, row)
-    effect = _distance(packed, logits(other, position_ids=_packed_positions(row))[:, NUM_FIRST:])
-    pairs = torch.cat([row, row]), torch.cat([row, other])  # [2, T]
-    rounding = _distance(*(logits(each, position_ids=_packed_positions(each))[0] for each in pairs))
-    full_effect = _distance(*(logits(each, position_ids=running)[:, NUM_FIRST:] for each in (row, other)))
+    effect = _distance(packed, logits(other_row, position_ids=_packed_positions(row))[:, NUM_FIRST:])
+    pairs = torch.cat([row, row]), torch.cat([row, other_row])  # [2, T]
+    rounding = _distance(*(logits(pair, position_ids=_packed_positions(pair))[0] for pair in pairs))
+    full_effect = _distance(*(logits(tokens, position_ids=running)[:, NUM_FIRST:] for tokens in (row, other_row)))
     if not full_effect > 0:
         raise PlanError(
             "OneRow tries whether samples of a row see each other, and this model's output does not depend on earlier "
@@ -167,8 +143,8 @@ def _check_branches(model: nn.Module, device: torch.device, collate: SharedPrefi
     length = NUM_FIRST + NUM_SECOND
     layout = to_device(Layout.of([length, length], [0, NUM_FIRST], length), device)
 
-    def tree(ids: Tensor, **other: Tensor) -> Tensor:
-        inputs = layout.inputs(ids, additive=is_additive) | other
+    def tree(ids: Tensor, **named: Tensor) -> Tensor:
+        inputs = layout.inputs(ids, additive=is_additive) | named
         return layout.gather(logits(inputs.pop(IDS), **inputs))
 
     rows = _trial_tokens(2, vocab_size, device)  # [2, T]
@@ -179,7 +155,7 @@ def _check_branches(model: nn.Module, device: torch.device, collate: SharedPrefi
     running = torch.arange(layout.source.shape[1], device=device)[None]  # positions by the place in the row
     apart, together = logits(rows), tree(rows)
     # Each difference is that of the second branch, [NUM_SECOND, V].
-    full_effect = _distance(*(each[1, NUM_FIRST:] for each in (apart, logits(other_prefix % vocab_size))))
+    full_effect = _distance(apart[1, NUM_FIRST:], logits(other_prefix % vocab_size)[1, NUM_FIRST:])
     effect = _distance(together[1], tree(other_branch % vocab_size)[1])
     moved = _distance(together[1], tree(rows, **{POSITIONS: running})[1])
     if not full_effect > 0 or not moved > 0:
@@ -194,10 +170,9 @@ def _check_branches(model: nn.Module, device: torch.device, collate: SharedPrefi
             "SharedPrefix is given and the model has other logits for samples with one prefix than for each alone (a "
             "window, a state, or positions by place, perhaps); leave SharedPrefix out"
         )
-    windows = [value for each in _configs(model) for name, value in vars(each).items() if name.endswith(WINDOWS)]
-    collate.pad = Padding([model])
-    windows += [collate.longest_tree]  # another model's
-    collate.longest_tree = min((each for each in windows if type(each) is int), default=None)
+    settings = [pair for config in list_configs(model) for pair in vars(config).items()]
+    windows = [value for name, value in settings if name.endswith(WINDOWS)]
+    collate.longest_tree = min((window for window in windows if type(window) is int), default=None)
 
 
 def _largest_noise(model: nn.Module, full_effect: float, rounding: float, logits: Tensor) -> float:
@@ -217,8 +192,8 @@ def _largest_noise(model: nn.Module, full_effect: float, rounding: float, logits
 def _hides_leaks(model: nn.Module, logits: Tensor) -> bool:
     """Return True if a short convolution may mix less than the logits' dtype shows, as that of a fresh LFM2 does."""
     return torch.finfo(logits.dtype).eps > torch.finfo(torch.float32).eps and any(
-        isinstance(each, nn.Conv1d) and each.groups > 1 and each.padding == (each.kernel_size[0] - 1,)
-        for each in model.modules()
+        isinstance(module, nn.Conv1d) and module.groups > 1 and module.padding == (module.kernel_size[0] - 1,)
+        for module in model.modules()
     )
 
 
@@ -244,22 +219,16 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _vocab_size(model: nn.Module, collate: str) -> int:
     """Return the size of the vocabulary. Raise `PlanError` for a model that fails without a trial."""
-    configs = _configs(model)
+    configs = list_configs(model)
     if not configs:
         raise PlanError(f"{collate} is given a model that is not one of transformers; leave it out")
     for name in BY_PLACE:
-        if any(getattr(each, name, None) for each in configs):
+        if any(getattr(config, name, None) for config in configs):
             raise PlanError(
                 f"{collate} is given and the model's config has {name}, by which attention goes by the place in a row "
                 f"and not by position_ids; leave {collate} out"
             )
     return int(configs[-1].vocab_size)
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Return the configs of a transformers model and of its text part; none for another model."""
-    config: Any = getattr(with_config(model), "config", None)
-    return [config, config.get_text_config()] if callable(getattr(config, "get_text_config", None)) else []
 
 
 def _logits(model: nn.Module) -> Logits:
@@ -281,24 +250,3 @@ def _logits(model: nn.Module) -> Logits:
         return logits.full_tensor() if is_dtensor(logits) else logits
 
     return run
-
-
-def _check_inputs(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    if named.get("position_ids") is None:
-        raise LossContractError(
-            "the loss calls the model without position_ids, by which the samples of a row are kept apart; hand them on "
-            "by name"
-        )
-    if len(placed) > 1 or any(named.get(name) is not None for name in ("attention_mask", "past_key_values")):
-        raise LossContractError(
-            "the loss gives the model an attention_mask, past_key_values, or more than the tokens by place, with which "
-            "its attention does not go by position_ids; leave them out"
-        )
-    configs = _configs(model)
-    asked = named.get("use_cache")
-    makes_cache = any(getattr(each, "use_cache", False) for each in configs) if asked is None else asked
-    if makes_cache and not any("flash" in str(getattr(each, "_attn_implementation", "")) for each in configs):
-        raise LossContractError(
-            "the model makes a cache, with which its attention does not go by position_ids; set "
-            "model.config.use_cache = False"
-        )

@@ -18,10 +18,10 @@ from megabatch.engine.call import MicrobatchStep, PreparedBatch
 from megabatch.engine.error_broadcast import is_of_backend, is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.engine.ownership import Receipt
 from megabatch.engine.update import OpenUpdate
-from megabatch.errors import MegabatchError, Shortage, in_one_line
+from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
 from megabatch.losses.contract import WEIGHT_TOLERANCE, Term, Weigh
 from megabatch.planning.plan import split_in_halves
-from megabatch.torch_private import count_writes
+from megabatch.torch_private.autograd import count_writes
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.gradients import find_functions_beside, graph_leaves
 from megabatch.wrappers.mesh import num_collectives
@@ -66,10 +66,10 @@ class OOMRetry:
 
     def __init__(
         self, prepared: PreparedBatch, weigh: Weigh | None, wrapper: Wrapper, opened: OpenUpdate, *,
-        takes_divisor: bool, same_bits: bool,
+        takes_divisor: bool,
     ) -> None:  # fmt: skip
         self._prepared, self._weigh, self._wrapper, self._opened = prepared, weigh, wrapper, opened
-        self._takes_divisor, self._same_bits = takes_divisor, same_bits
+        self._takes_divisor = takes_divisor
 
     def prepare_parts(
         self, step: MicrobatchStep, error: Exception, before: Receipt, num_sent: int | None, run: Run
@@ -93,7 +93,8 @@ class OOMRetry:
         return functools.partial(self._run_parts, step, rows, before, run)
 
     def _run_parts(self, step: MicrobatchStep, rows: Rows, before: Receipt, run: Run) -> list[dict[str, Term]]:
-        if self._wrapper.device.type != "cpu":  # the failed graph left fragments that the halves cannot use
+        # The failed graph left fragments that the halves cannot use.
+        if self._wrapper.device.type != "cpu":
             torch.get_device_module(self._wrapper.device).empty_cache()
         # Counts of experts and the like were added in the failed forward, and are added again.
         wanted, retold = self._take_back(before, step), self._added_elsewhere()
@@ -113,8 +114,8 @@ class OOMRetry:
             self._check_part(step, before, num_sent)
         except Exception as error:
             if not is_out_of_memory(error):
-                whole = self._prepared.rows(step.index)
-                raise self._failure(step, whole, "and failed when it ran again in parts", error) from error
+                rows_of_step = self._prepared.rows(step.index)
+                raise self._failure(step, rows_of_step, "and failed when it ran again in parts", error) from error
             self._check(step, rows, before, num_sent, error)
         else:
             self._prepared.parts.setdefault(step.index, []).append(() if step.is_dummy else rows)
@@ -122,7 +123,7 @@ class OOMRetry:
         return self._run_parts(step, rows, before, run)
 
     def _added_elsewhere(self) -> Counter[str]:
-        return Counter(what for what, _ in self._opened.taking_back)
+        return Counter(term for term, _ in self._opened.taking_back)
 
     def _num_collectives(self) -> int | None:
         return 0 if self._wrapper.ranks.is_alone else num_collectives()
@@ -130,14 +131,16 @@ class OOMRetry:
     def _take_back(self, before: Receipt, step: MicrobatchStep) -> Sequence[nn.Parameter] | None:
         """Drop the gradients that are new. Return the parameters that still lack theirs. None means all of them."""
         for parameter, was in zip(before.parameters, before.gradients, strict=True):
-            if was is None:  # all that it holds is from the failed backward
+            # All that such a gradient holds is from the failed backward.
+            if was is None:
                 parameter.grad = None
         received = _received(before)
         return self._lacking(step, received) if received else _wanted(step)
 
     def _lacking(self, step: MicrobatchStep, received: set[int]) -> list[nn.Parameter]:
         wanted = _wanted(step)
-        return [each for each in (self._wrapper.parameters if wanted is None else wanted) if id(each) not in received]
+        wanted = self._wrapper.parameters if wanted is None else wanted
+        return [parameter for parameter in wanted if id(parameter) not in received]
 
     def _part(
         self, step: MicrobatchStep, rows: Rows, wanted: Sequence[nn.Parameter] | None, retold: Mapping[str, int]
@@ -162,17 +165,18 @@ class OOMRetry:
             why = f"in which ranks wait for each other, {AGAIN}"
         elif not self._wrapper.is_microbatch_local:
             why = f"in which {self._wrapper.kind_name} reduces, {AGAIN}"
-        elif self._same_bits:
-            why = "and same_bits=True refuses another cut, which has other bits"
+        elif self._opened.keeps_cut is not None:
+            why = f"and {self._opened.keeps_cut}"
         elif self._prepared.plan.shapes:
-            why = "and shapes= leaves it no other shape"
-        elif len({each.device for each in self._wrapper.parameters}) > 1:
+            why = "and Shapes leaves it no other shape"
+        elif len({parameter.device for parameter in self._wrapper.parameters}) > 1:
             why = f"whose parameters are on several devices, {AGAIN}"
-        elif _share_writes([each for each in before.gradients if each is not None]):
+        elif _share_writes([gradient for gradient in before.gradients if gradient is not None]):
             why = f"whose gradients are views of one tensor, {AGAIN}"
         elif self._takes_divisor:
             why = f"whose loss may run a backward of its own, {AGAIN}"
-        elif not self._lacking(step, _received(before)):  # a backward inside of it may have begun all of them
+        # A backward inside of the loss may have begun all parameters.
+        elif not self._lacking(step, _received(before)):
             why = f"in which every parameter had some gradient, {AGAIN}"
         elif len(rows) > 1 and not self._adds_up(step, rows):
             why = f"whose weight is not the sum of its samples', {AGAIN}"
@@ -182,10 +186,10 @@ class OOMRetry:
     def _adds_up(self, step: MicrobatchStep, rows: Rows) -> bool:
         """Return True if the weights of the halves add up to the weight that was announced to the ranks."""
         weights = [self._prepared.take_part(half, self._weigh)[1] for half in split_in_halves(rows)]
-        if any(each.keys() != step.announced.keys() for each in weights):
+        if any(weight.keys() != step.announced.keys() for weight in weights):
             return False
-        sums = {name: sum(each[name] for each in weights) for name in step.announced}
-        return all(abs(sums[name] - whole) <= WEIGHT_TOLERANCE * whole for name, whole in step.announced.items())
+        sums = {name: sum(weight[name] for weight in weights) for name in step.announced}
+        return all(abs(sums[name] - weight) <= WEIGHT_TOLERANCE * weight for name, weight in step.announced.items())
 
     def _check_part(self, step: PartStep, before: Receipt, num_sent: int | None) -> None:
         """Raise `PartError` if a part sent a message between ranks, or added a gradient twice or not at all."""
@@ -200,21 +204,28 @@ class OOMRetry:
 
     def _failure(self, step: MicrobatchStep, rows: Rows, why: str, error: Exception) -> MegabatchError:
         """Return the error for a microbatch that cannot run at all. It names the settings to start again with."""
-        plan, who = self._prepared.plan, whoever_runs(self._wrapper.ranks.num_all)
+        plan, process = self._prepared.plan, whoever_runs(self._wrapper.ranks.num_all)
         # Half of what did not fit is the next setting to try.
         bound = plan.halved(rows)
         if bound is not None:
             tokens = f"{plan.tokens_of(rows)} tokens{' with padding' if plan.padded else ''}"
-            what = f"microbatch {step.index} ({len(rows)} samples, {tokens}), {why}"
+            piece = f"microbatch {step.index} ({len(rows)} samples, {tokens}), {why}"
             change = f"start again with micro_batch_size={bound.samples}"
-            if (most := max(bound.tokens, *plan.lengths)) < plan.tokens_of(rows):  # a limit holds the longest sample
-                change += f" or max_microbatch_tokens={most}"
+            # The limit must still hold the longest sample.
+            min_tokens = max(bound.tokens, *plan.lengths)
+            if min_tokens < plan.tokens_of(rows):
+                change += f" or max_microbatch_tokens={min_tokens}"
+        elif rows and plan.samples.count(sample := plan.samples[rows[0]]) > 1:
+            num_tokens = plan.tokens_of(rows)
+            bound = MicrobatchLimit(1, num_tokens // 2)
+            piece = f"a chunk of {num_tokens} tokens of sample {sample}"
+            change = f"start again with max_microbatch_tokens={num_tokens // 2}"
         else:
-            what = (
+            piece = (
                 f"sample {rows[0]} of its batch alone ({plan.tokens_of(rows)} tokens)" if rows else "a dummy microbatch"
             )
             change = "shorten the sample, checkpoint activations, or shard the model over more ranks"
-        failure = MegabatchError(f"{who} ran out of memory in {what}; {change} ({in_one_line(error)})")
+        failure = MegabatchError(f"{process} ran out of memory in {piece}; {change} ({in_one_line(error)})")
         failure.shortage = Shortage(rank_of_process(), rows, bound)
         return failure
 
@@ -232,9 +243,10 @@ def _wanted(step: MicrobatchStep) -> Sequence[nn.Parameter] | None:
 
 def _received(before: Receipt) -> set[int]:
     """Return the ids of the parameters to whose gradient something was added."""
-    had = [(each, was) for each, was in zip(before.parameters, before.gradients, strict=True) if was is not None]
+    pairs = zip(before.parameters, before.gradients, strict=True)
+    had = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
     return {
         id(parameter)
-        for (parameter, was), writes in zip(had, before.writes, strict=True)
-        if parameter.grad is not was or count_writes(was) != writes
+        for (parameter, gradient), writes in zip(had, before.writes, strict=True)
+        if parameter.grad is not gradient or count_writes(gradient) != writes
     }

@@ -1,4 +1,4 @@
-"""``same_bits``: gradients, norms and losses whose bits do not depend on the number of ranks.
+"""`SameBits`: gradients, norms and losses whose bits do not depend on the number of ranks.
 
 A microbatch has the same bits wherever it runs, so two things remain. The cut follows from the update's samples alone:
 `fill` cuts the update and finds the same microbatches again in a rank's share. And every sum is exact, so that its
@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn, optim
 
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Batch, Collate, Samples
+from megabatch.batching.samples import Batch, Batching, Samples
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchPlanner, MicrobatchStep, PreparedBatch
+from megabatch.engine.extension import Extension
 from megabatch.engine.update import MAX_TERMS, OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import WEIGHT_TOLERANCE, LossHooks, Term
 from megabatch.planning.partition import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
-from megabatch.torch_private import is_dtensor
+from megabatch.torch_private.classes import is_dtensor
 from megabatch.wrappers.base import Wrapper
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -39,21 +40,14 @@ GRIDS = (2.0**72, 2.0**40, 2.0**8, 2.0**-24, 2.0**-56, 2.0**-88)  # a sum's part
 WEIGHT_GRID = 2.0**-30  # announced weights are rounded to multiples, which float64 adds exactly up to 2**23
 
 
-def check_settings(
-    wrapper: Wrapper, limits: Sequence[int | None], collate: Collate | None, accumulate_dtype: torch.dtype | None,
-    same_bits: object = True,
-) -> torch.dtype:  # fmt: skip
+def check_settings(wrapper: Wrapper, batching: Batching, accumulate_dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype to add gradients in. Raises `PlanError` if the bits would depend on the number of ranks."""
-    if same_bits is not True:
-        raise PlanError(f"same_bits is {same_bits!r}; expected True or False, there is one grade of same bits")
     ranks, problem = wrapper.ranks, ""
-    dtypes = {each.dtype for each in wrapper.parameters} - set(DTYPES)
-    if limits == (None, None):
-        problem = "no fixed limit is given; give micro_batch_size= or max_microbatch_tokens=, a number"
-    elif wrapper.is_pipeline or ranks.num_all > ranks.degree:
+    dtypes = {parameter.dtype for parameter in wrapper.parameters} - set(DTYPES)
+    if wrapper.is_pipeline or ranks.num_all > ranks.degree:
         problem = "the model is split over ranks (tp, cp or pp), which changes its sums; use data ranks alone"
-    elif isinstance(collate, OneRow | SharedPrefix):
-        problem = f"{type(collate).__name__} computes the samples of a rank together; leave collate= out"
+    elif isinstance(batching, OneRow | SharedPrefix):
+        problem = f"{type(batching).__name__} computes the samples of a rank together; leave batching= out"
     elif accumulate_dtype not in (None, torch.float64):
         problem = f"accumulate_dtype is {accumulate_dtype}, whose sums depend on their order; leave it out"
     elif dtypes:
@@ -61,7 +55,7 @@ def check_settings(
     elif any(getattr(each, "sparse", False) is True for model in wrapper.models for each in model.modules()):
         problem = "an embedding has sparse gradients; set sparse=False"
     if problem:
-        raise PlanError(f"same_bits=True and {problem}, or leave same_bits out")
+        raise PlanError(f"SameBits and {problem}, or leave SameBits out")
     return torch.float64
 
 
@@ -71,16 +65,30 @@ def check_optimizer(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
     while hasattr(inner, "optimizer"):  # of LowBits and of Accelerate's wrapper
         inner = inner.optimizer
     name, reason = type(inner).__name__, None
-    if wrapper.device.type == "cpu" and any(each.get("fused") for each in inner.param_groups):
+    if wrapper.device.type == "cpu" and any(param_group.get("fused") for param_group in inner.param_groups):
         reason = "is fused on a CPU, where its bits depend on the size of a shard; give fused=False"
-    elif not any(is_dtensor(each) and each.placements[-1].is_shard() for each in wrapper.parameters):
+    elif not any(is_dtensor(parameter) and parameter.placements[-1].is_shard() for parameter in wrapper.parameters):
         return
     elif type(inner) not in ELEMENTWISE:  # a subclass may step otherwise
         reason = "may step a shard to other bits than a whole parameter; use torch.optim.AdamW, or DDP"
-    elif type(inner) in WIDE_ONLY and any(each.dtype == torch.bfloat16 for each in wrapper.parameters):
+    elif type(inner) in WIDE_ONLY and any(parameter.dtype == torch.bfloat16 for parameter in wrapper.parameters):
         reason = "rounds the last elements of a bfloat16 shard in another way; use torch.optim.AdamW, or DDP"
     if reason is not None:
-        raise PlanError(f"same_bits=True and {name} {reason}, or leave same_bits out")
+        raise PlanError(f"SameBits and {name} {reason}, or leave SameBits out")
+
+
+class OptimizerCheck(Extension):
+    """Refuses an optimizer whose step would have other bits on another number of ranks.
+
+    Args:
+        wrapper: The wrapper of the model.
+    """
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._wrapper = wrapper
+
+    def reserve_for(self, gradient: Any, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(self._wrapper, optimizer)
 
 
 def check_modules(models: Sequence[nn.Module]) -> None:
@@ -89,14 +97,14 @@ def check_modules(models: Sequence[nn.Module]) -> None:
         is_norm = isinstance(each, nn.SyncBatchNorm) or "SpectralNorm" in type(each).__name__
         if is_norm or getattr(each, "track_running_stats", False):
             raise PlanError(
-                f"same_bits=True and {type(each).__name__} keeps statistics of its own rank's microbatches; call "
-                "eval() on it, use another norm, or leave same_bits out"
+                f"SameBits and {type(each).__name__} keeps statistics of its own rank's microbatches; call "
+                "eval() on it, use another norm, or leave SameBits out"
             )
         # A dropout whose mask follows from the sample alone would be the same on any rank.
         if isinstance(each, DROPOUTS) and each.p > 0:
             raise PlanError(
-                f"same_bits=True and {type(each).__name__}(p={each.p:g}) draws its mask by rank, not by sample; set p "
-                "to 0, call eval() on it, or leave same_bits out"
+                f"SameBits and {type(each).__name__}(p={each.p:g}) draws its mask by rank, not by sample; set p "
+                "to 0, call eval() on it, or leave SameBits out"
             )
 
 
@@ -111,8 +119,8 @@ class SameBitsPlanner(MicrobatchPlanner):
         check_lengths(lengths, self.max_microbatch_tokens)
         if samples.kinds() is not None:
             raise PlanError(
-                "same_bits=True and samples differ in their keys or in sizes that are not padded, and the sampler cuts "
-                "by length alone; give all samples the same keys and sizes, or leave same_bits out"
+                "SameBits and samples differ in their keys or in sizes that are not padded, and the sampler cuts "
+                "by length alone; give all samples the same keys and sizes, or leave SameBits out"
             )
         sync, reason = self.choice
         plan = Plan(tuple(self._fill(lengths)), tuple(lengths), tuple(range(len(lengths))), sync, reason)
@@ -125,25 +133,32 @@ class SameBitsPlanner(MicrobatchPlanner):
         if bound is None:
             return self
         raise PlanError(
-            f"same_bits=True and the limit was lowered to {bound.samples} samples and {bound.tokens} tokens; another "
+            f"SameBits and the limit was lowered to {bound.samples} samples and {bound.tokens} tokens; another "
             "cut has other bits: give the lower limit to the accumulator and to the sampler, and start again"
         )
+
+    def check_told(self, weights: dict[str, float]) -> None:
+        if not all(weight.is_integer() for weight in weights.values()):
+            self.check_goes_with(f"open() was told weights that are no whole numbers, {weights}")
+
+    def check_goes_with(self, what: str) -> None:
+        raise PlanError(f"SameBits and {what}; leave one of the two out")
 
     def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
         """Prepare a call. Weights that are no whole numbers are rounded, so that their sum is exact."""
         prepared = super().prepare(batch, hooks, given)
         if given is not None and list(filter(None, prepared.plan.microbatches)) != self._fill(prepared.plan.lengths):
-            raise PlanError("same_bits=True and plan= is not the cut of these samples; leave plan= out")
+            raise PlanError("SameBits and plan= is not the cut of these samples; leave plan= out")
         # The divisor is a sum over ranks too, and must not depend on its order.
         weights = [{name: _rounded(each) for name, each in weights.items()} for weights in prepared.weights]
         for before, after in zip(prepared.weights, weights, strict=True):
             for name, each in before.items():
                 if abs(after[name] - each) > WEIGHT_TOLERANCE / 2 * each:
                     raise PlanError(
-                        f"same_bits=True and a sample has the weight {each:.3g}, which no multiple of 2**-30 is near "
-                        "enough; multiply the weights and totals of all samples, or leave same_bits out"
+                        f"SameBits and a sample has the weight {each:.3g}, which no multiple of 2**-30 is near "
+                        "enough; multiply the weights and totals of all samples, or leave SameBits out"
                     )
-        sums = {name: sum(each[name] for each in weights) for name in prepared.weight_sums}
+        sums = {name: sum(weight[name] for weight in weights) for name in prepared.weight_sums}
         return replace(prepared, weights=tuple(weights), weight_sums=sums)
 
     def check_call(self, wrapper: Wrapper, plan: Plan, loss_fn: object) -> None:
@@ -153,8 +168,7 @@ class SameBitsPlanner(MicrobatchPlanner):
         """
         if hasattr(loss_fn, "run_call"):
             raise PlanError(
-                "same_bits=True and a JointLoss, which couples the samples of a rank in their order; leave one of the "
-                "two out"
+                "SameBits and a JointLoss, which couples the samples of a rank in their order; leave one of the two out"
             )
         check_modules(wrapper.models)
         if wrapper.ranks.is_alone:
@@ -169,7 +183,7 @@ class SameBitsPlanner(MicrobatchPlanner):
         whole = [tuple(lengths[item] for item in group) for group in self._fill(lengths)]
         if found != sorted(whole) or any(theirs != limits for theirs, _ in told):
             raise PlanError(
-                f"same_bits=True and the ranks hold {len(found)} microbatches that are not the {len(whole)} of the "
+                f"SameBits and the ranks hold {len(found)} microbatches that are not the {len(whole)} of the "
                 "whole update; deal samples with UpdateSampler(same_bits=True), the accumulator's limit and the "
                 "lengths that it measures"
             )
@@ -177,6 +191,8 @@ class SameBitsPlanner(MicrobatchPlanner):
 
 class SameBitsUpdate(OpenUpdate):
     """Adds totals and weights exactly. Refuses random numbers, which would depend on the number of ranks."""
+
+    keeps_cut = "SameBits refuses another cut, which has other bits"
 
     def __init__(self, wrapper: Wrapper) -> None:
         super().__init__(wrapper)
@@ -190,8 +206,8 @@ class SameBitsUpdate(OpenUpdate):
     def add(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
         if not self._random.same_as(random_state.note(self._device)):
             raise MegabatchError(
-                "same_bits=True and the loss draws random numbers, which differ by the number of ranks; set dropout to "
-                "0, or leave same_bits out"
+                "SameBits and the loss draws random numbers, which differ by the number of ranks; set dropout to "
+                "0, or leave SameBits out"
             )
         # The sums of the parent stay, for messages; these parts give the update's numbers.
         detached = super().add(terms, step)
@@ -200,7 +216,9 @@ class SameBitsUpdate(OpenUpdate):
             self._parts[name] = self._parts[name] + parts if name in self._parts else parts
         return detached
 
-    def sums_over_ranks(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def sums_over_ranks(
+        self, names: Sequence[str], totals: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the totals and weights of all ranks, exactly. Collective; the message has a fixed size."""
         # A rank without a term sends zeros, so that all messages have one shape.
         mine = torch.zeros(MAX_TERMS, 2, len(GRIDS), dtype=self._dtype, device=self._device)
