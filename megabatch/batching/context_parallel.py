@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch
 from megabatch.errors import LossContractError, PlanError
-from megabatch.torch_private import pytree
+from megabatch.torch_private.operations import pytree
 
 INPUTS = ("input_ids", "position_ids", "attention_mask", "token_type_ids")  # what a model reads, position by position
 SHIFTED = "shift_"  # what a name begins with whose values stand at the position that they are for
@@ -82,7 +82,7 @@ def stretch_alike(microbatches: Sequence[Microbatch], index: int, degree: int) -
         documents.append(_documents(whole["position_ids"], whole.pop("attention_mask", None)))
         wholes.append(whole)
     plain = all(map(_order_says_all, documents, wholes))
-    piece_tokens = max(1, -(-max(each.shape[1] for each in documents) // (2 * degree)))
+    piece_tokens = max(1, -(-max(document.shape[1] for document in documents) // (2 * degree)))
     return [
         _stretch_to(piece_tokens * 2 * degree, whole, None if plain else each, index, degree)
         for whole, each in zip(wholes, documents, strict=True)

@@ -8,29 +8,34 @@ from typing import Any, cast
 from torch import Tensor
 
 from megabatch.batching.samples import Batch
-from megabatch.torch_private import count_writes
+from megabatch.torch_private.autograd import count_writes
+
+Settings = tuple[Any, Any, Any]  # the planner, the hooks of the loss, and a plan
 
 
 class EarlyPreparation:
     """The preparation of a batch in a thread, which ends with its work."""
 
-    def __init__(self, tensors: list[Tensor], prepare: Callable[[], Any], settings: object) -> None:
+    def __init__(self, tensors: list[Tensor], prepare: Callable[[], Any], settings: Settings) -> None:
         self._tensors, self._writes = tensors, list(map(count_writes, tensors))
         self._settings = settings
         thread = ThreadPoolExecutor(1, "megabatch-prepare")
         self._result: Future[Any] | None = thread.submit(prepare)
         thread.shutdown(wait=False)
 
-    def take(self, settings: object) -> Any:
+    def take(self, settings: Settings) -> Any:
         """Wait for the thread and return its result, once.
 
-        Return None by other settings, after a write to a tensor, and if the thread has failed: the call then prepares
-        the samples itself, finds the same fault, and tells the other ranks.
+        Return None by other settings, after a write to a tensor, where ``weigh`` now counts other weights, and if the
+        thread has failed: the call then prepares the samples itself, finds the same fault, and tells the other ranks.
         """
         result, self._result = self._result, None
         if result is None or settings != self._settings or self._writes != list(map(count_writes, self._tensors)):
             return None
-        return None if result.exception() is not None else result.result()
+        if result.exception() is not None:
+            return None
+        prepared, hooks = result.result(), settings[1]
+        return prepared if hooks.weighs_as_before(prepared.collated, prepared.weights) else None
 
 
 class EarlySamples(tuple[Any, ...]):
@@ -57,7 +62,7 @@ class EarlyRows(Mapping[str, Any]):
         return len(self._rows)
 
 
-def prepare_early(batch: Batch, prepare: Callable[[Batch], Any], settings: object) -> Batch:
+def prepare_early(batch: Batch, prepare: Callable[[Batch], Any], settings: Settings) -> Batch:
     """Begin ``prepare(batch)`` in a thread. Return a batch of the same samples, for the call that takes the result.
 
     Return the batch itself if its samples are not dicts of tensors on the CPU. A class of the user's may be another

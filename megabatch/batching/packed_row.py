@@ -2,23 +2,27 @@
 
 transformers' models read from ``position_ids`` where a sample begins, and attend within it. flash_attention_2 and
 flex_attention compute nothing else. sdpa and eager compute the whole square of the row and hide most of it, which takes
-longer than padding does. `engine.packing_check` tries the model.
+longer than padding does. `engine.guards.packing_check` tries the model.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megabatch.batching.samples import IGNORED_LABEL, gather_columns, without_labels
-from megabatch.errors import PlanError
+from megabatch.batching.padding import list_configs
+from megabatch.batching.samples import IGNORED_LABEL, Batching, Microbatch, Samples, gather_columns, without_labels
+from megabatch.errors import LossContractError, PlanError
+from megabatch.planning.plan import CostModel, Plan, without_padding
 
+MAX_COMPARED = 8  # samples of a row whose common weight is compared with the sum of their own
 NOT_ALONG = "in one row everything runs along input_ids. Leave OneRow out"
 
 
-class OneRow:
-    """A collate function that pads nothing: ``GradientAccumulator(model, collate=OneRow(), ...)``, this very object.
+class OneRow(Batching):
+    """Pads nothing: ``GradientAccumulator(model, batching=OneRow(), ...)``.
 
     A sample: ``input_ids`` [T] and whatever else runs along it, on the CPU. A microbatch: ``{name: [1, S, ...]}``,
     where S is the sum of their lengths. ``position_ids``, made where there are none, begin with 0 in each. ``labels``
@@ -38,7 +42,10 @@ class OneRow:
             model's forward must take these names, and the loss hand them on.
     """
 
+    has_rows = False
+
     def __init__(self, *, flash_attn_kwargs: bool = False) -> None:
+        super().__init__(self)
         self.adds_lengths = flash_attn_kwargs
 
     def __call__(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Any]:
@@ -52,27 +59,75 @@ class OneRow:
         rows = [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         for row in rows:
             _check_alike(row, rows[0])
-        made: dict[str, Any] = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
-        return made | _ends_of_sequences(made["position_ids"][0]) if self.adds_lengths else made
+        packed: dict[str, Any] = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+        return packed | _ends_of_sequences(packed["position_ids"][0]) if self.adds_lengths else packed
+
+    @property
+    def is_repeatable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True unless a subclass may draw random numbers."""
+        return type(self) is OneRow
+
+    def collate(self, samples: list[Any], rows: Sequence[int], shape: tuple[int, int] | None = None) -> Microbatch:
+        """Return samples as one microbatch, of so many tokens where a ``shape`` is given."""
+        microbatch = self(samples) if shape is None else self(samples, shape)
+        self.pad.check(microbatch)
+        return microbatch
+
+    def check_model(self, wrapper: Any, limits: tuple[int | None, int | None]) -> None:
+        """Compare samples of one row with each alone, on the model."""
+        from megabatch.engine.guards.packing_check import check_packing
+
+        check_packing(wrapper, self, limits)
+
+    def plan(
+        self, samples: Samples, lengths: Sequence[int], limits: tuple[int | None, int | None], cost: CostModel | None
+    ) -> Plan:
+        """Return the plan of one rank: the fewest rows under the limit."""
+        return without_padding(lengths, super().plan(samples, lengths, limits, cost), limits[1])
+
+    def check(self, samples: Samples, plan: Plan, hooks: Any) -> None:
+        """Raise `LossContractError` if a weight may count rows."""
+        if not plan.microbatches:
+            return
+        if hooks.weigh is None:
+            raise LossContractError(
+                "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts "
+                "rows would not be seen; give weigh=, see megabatch.loss, or leave OneRow out"
+            )
+        together = next((rows for rows in plan.microbatches if len(rows) > 1), ())[:MAX_COMPARED]
+        if together and samples.given_weight(together) is None:
+            difference = hooks.compare_weights(samples, together)
+            if difference is not None:
+                raise LossContractError(
+                    f"weigh counts {difference[0]:.10g} in samples of one row and {difference[1]:.10g} in the same one "
+                    "by one; under OneRow count positions (of shift_labels, say), not rows"
+                )
+        samples.forget_early()
+
+    @contextlib.contextmanager
+    def surround_call(self, model: Any, plan: Plan, num_microbatches: int) -> Generator[None]:
+        """Check that the loss calls the model with position_ids and without a mask or cache."""
+        with self.pad.watched(), _watched(model) if num_microbatches else contextlib.nullcontext():
+            yield
 
 
 def _fillers(samples: Sequence[Mapping[str, Any]], num_tokens: int) -> list[dict[str, Tensor]]:
     """Return samples without labels that fill a row up to so many tokens, none longer than those in it."""
     lengths = [len(sample["input_ids"]) for sample in samples]
-    like, longest, left = without_labels(samples[0]), max(1, *lengths), num_tokens - sum(lengths)
-    return [_filler(like, min(longest, left - start)) for start in range(0, left, longest)]
+    like, longest, num_missing = without_labels(samples[0]), max(1, *lengths), num_tokens - sum(lengths)
+    return [_filler(like, min(longest, num_missing - start)) for start in range(0, num_missing, longest)]
 
 
 def _filler(like: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-    made = {name: value.new_zeros((num_tokens, *value.shape[1:])) for name, value in like.items()}
-    for name, value in made.items():
+    filler = {name: value.new_zeros((num_tokens, *value.shape[1:])) for name, value in like.items()}
+    for name, value in filler.items():
         if name.endswith("labels"):
             value.fill_(IGNORED_LABEL)
         elif name == "position_ids":
             value += torch.arange(num_tokens, device=value.device)
         elif name == "attention_mask":
             value += 1
-    return made
+    return filler
 
 
 def _ends_of_sequences(positions: Tensor) -> dict[str, Any]:
@@ -116,7 +171,52 @@ def _check_alike(row: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> None
     """Raise `PlanError` for samples that differ in more than their length."""
     for name, value in row.items():
         if (value.dtype, value.shape[1:]) != (first[name].dtype, first[name].shape[1:]):
-            kinds = [f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (first[name], value)]
+            pair = (first[name], value)
+            kinds = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in pair]
             raise PlanError(
                 f"{name!r} of samples is {' and '.join(kinds)}; in one row give all the same but the length"
             )
+
+
+@contextlib.contextmanager
+def _watched(model: Any) -> Generator[None]:
+    """Raise `LossContractError` for a loss that calls the model otherwise, or not at all."""
+    is_called = False
+
+    def check(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        nonlocal is_called
+        is_called = True
+        _check_inputs(model, placed, named)
+
+    handle = cast(nn.Module, model).register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not is_called:
+        raise LossContractError(
+            "the loss does not call the model that it is given (a part of it, perhaps), so that nobody sees whether "
+            "samples of a row are kept apart; call the model itself, or leave OneRow out"
+        )
+
+
+def _check_inputs(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    if named.get("position_ids") is None:
+        raise LossContractError(
+            "the loss calls the model without position_ids, by which the samples of a row are kept apart; hand them on "
+            "by name"
+        )
+    if len(placed) > 1 or any(named.get(name) is not None for name in ("attention_mask", "past_key_values")):
+        raise LossContractError(
+            "the loss gives the model an attention_mask, past_key_values, or more than the tokens by place, with which "
+            "its attention does not go by position_ids; leave them out"
+        )
+    configs = list_configs(model)
+    makes_cache = named.get("use_cache")
+    if makes_cache is None:
+        makes_cache = any(getattr(config, "use_cache", False) for config in configs)
+    if makes_cache and not any("flash" in str(getattr(config, "_attn_implementation", "")) for config in configs):
+        raise LossContractError(
+            "the model makes a cache, with which its attention does not go by position_ids; set "
+            "model.config.use_cache = False"
+        )

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import is_dtensor, pytree
+from megabatch.torch_private.classes import is_dtensor
+from megabatch.torch_private.operations import pytree
 
 SEEN_BYTES = 1 << 16  # of each tensor, in the number by which stages compare their microbatches
 
@@ -27,12 +28,12 @@ class Inputs(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Samples: dim 0 of the first tensor that has one."""
-        return next((len(each) for each in self.tensors if each.ndim), 0)
+        return next((len(tensor) for tensor in self.tensors if tensor.ndim), 0)
 
     @property
     def num_columns(self) -> int:
         """The longest dim 1 of any tensor; 1 if none has one."""
-        return max((each.shape[1] for each in self.tensors if each.ndim > 1), default=1)
+        return max((tensor.shape[1] for tensor in self.tensors if tensor.ndim > 1), default=1)
 
 
 Shape = Callable[..., Any]  # called as the model is; returns a meta tensor, or a tuple of them
@@ -42,21 +43,21 @@ def meta_tensors(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return the meta tensors of ``shape`` for these inputs."""
     answer = shape(*inputs.args, **inputs.kwargs)
     tensors = tuple(answer) if isinstance(answer, tuple | list) else (answer,)
-    if not all(isinstance(each, Tensor) for each in tensors):
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise PlanError(
             f"boundary= or output= of Pipeline returned {answer!r:.80}; return the shape and dtype of what the stage "
             'does: torch.empty(*shape, dtype=dtype, device="meta")'
         )
-    return tuple(each.detach().to("meta") for each in tensors)
+    return tuple(tensor.detach().to("meta") for tensor in tensors)
 
 
 def difference(found: Any, expected: Sequence[Tensor]) -> str | None:
     """Describe the difference between tensors and their expected shapes and dtypes; None where there is none."""
     leaves = found if isinstance(found, tuple | list) else (found,)
-    for each in leaves:
-        if not isinstance(each, Tensor) or is_dtensor(each):
-            return f"a {type(each).__name__} where a plain tensor was expected"
-    shapes, wanted = ([(tuple(each.shape), each.dtype) for each in tensors] for tensors in (leaves, expected))
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or is_dtensor(leaf):
+            return f"a {type(leaf).__name__} where a plain tensor was expected"
+    shapes, wanted = ([(tuple(tensor.shape), tensor.dtype) for tensor in tensors] for tensors in (leaves, expected))
     return None if shapes == wanted else f"{shapes} where {wanted} was said"
 
 
@@ -64,14 +65,14 @@ def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
     """Pad all microbatches to the largest: repeat the last row, and append zeros to dim 1."""
     if not calls:
         return []
-    flat, specs = zip(*(pytree.tree_flatten(tuple(each)) for each in calls), strict=True)
+    flat, specs = zip(*(pytree.tree_flatten(tuple(call)) for call in calls), strict=True)
     kinds = [[(type(leaf), getattr(leaf, "ndim", 0), getattr(leaf, "dtype", 0)) for leaf in leaves] for leaves in flat]
-    if any(spec != specs[0] for spec in specs) or any(each != kinds[0] for each in kinds):
+    if any(spec != specs[0] for spec in specs) or any(kind != kinds[0] for kind in kinds):
         raise PlanError(
             "the loss calls the model with other arguments for other microbatches of one call; under a Pipeline give "
             "all the same names, types and numbers of dims"
         )
-    rows = [each.num_rows for each in calls]
+    rows = [call.num_rows for call in calls]
     leaves = [_pad_input(values, rows) for values in zip(*flat, strict=True)]
     return [Inputs(*pytree.tree_unflatten(list(each), specs[0])) for each in zip(*leaves, strict=True)]
 
@@ -111,7 +112,7 @@ def crop_output(output: Sequence[Tensor], shape: Shape, whole: Inputs, real: Inp
 def _check_rows(expected: Sequence[Tensor], wanted: Sequence[Tensor], whole: Inputs, real: Inputs) -> None:
     """Raise `PlanError` where repeated rows cannot be removed from the output."""
     sizes = [(each.shape[:1], other.shape[:1]) for each, other in zip(expected, wanted, strict=True)]
-    if any(each != ((whole.num_rows,), (real.num_rows,)) for each in sizes):
+    if any(size != ((whole.num_rows,), (real.num_rows,)) for size in sizes):
         raise PlanError(
             f"a microbatch of {real.num_rows} rows was filled up to {whole.num_rows}, but output= says no samples in "
             "dim 0, so they cannot be taken out again; return samples in dim 0 from the last stage"

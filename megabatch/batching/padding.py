@@ -14,7 +14,7 @@ microbatch with padding is refused for them.
 import contextlib
 import inspect
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megabatch.batching.mixing_causes import find_mixing_causes
 from megabatch.batching.samples import (
     IGNORED_LABEL,
     SHAPE,
     Microbatch,
+    Pad,
     gather_columns,
     is_label,
     join_rows,
@@ -33,44 +35,21 @@ from megabatch.batching.samples import (
     without_labels,
 )
 from megabatch.errors import LossContractError, PlanError
-from megabatch.torch_private import has_compiled, is_fake, original_of
+from megabatch.torch_private.module_members import has_compiled, original_of
+from megabatch.torch_private.operations import is_fake
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")  # keys of configs
 # Keys in transformers' configs of models that send tokens to experts, which may count them by the mask.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
 PATCHES_BY_GRID = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # as Qwen-VL has them
 DECODER = "decoder_"  # of inputs of a decoder, whose tokens see no padding on their right
 MASKS = re.compile(r"(^|_)(mask|masks|position_ids|token_type_ids)(_|$)")  # keys that are no input by themselves
 Form = tuple[int, int, bool]
-UNMASKED = "convolves over padding"
-POOLED = "pools frames by the padded length"
-MIXES_PADDING = {  # model types and classes of transformers, found by trying all families (tests/exact/padded.py)
-    "SeamlessM4TConformerEncoder": UNMASKED,
-    "SeamlessM4Tv2ConformerEncoder": UNMASKED,
-    "T5GemmaForSequenceClassification": "reads the token behind the last",
-    "canine": "convolves and pools characters with padding",
-    "convbert": UNMASKED,
-    "cpmant": "expects padding on the left",
-    "data2vec-audio": UNMASKED,
-    "fnet": "takes no attention_mask",
-    "funnel": "pools tokens with padding",
-    "mobilebert": "embeds a token with the one behind it",
-    "moonshine": "normalizes over all frames of the padded row",
-    "nystromformer": "takes means over parts of the padded row",
-    "prophetnet": "takes relative positions of other tokens, by the padded length",
-    "reformer": "sorts padding and tokens into chunks",
-    "sew": POOLED,
-    "sew-d": POOLED,
-    "speech_to_text": UNMASKED,
-    "wav2vec2-conformer": UNMASKED,
-    "yoso": UNMASKED,
-}
 
 
-class Padding:
+class Padding(Pad):
     """The default collate function: pads samples on the right for a model, ``Padding([model])(samples)``.
 
     - ``input_ids`` and keys that end with it are padded with the model's pad token, where its config has one. A model
@@ -85,22 +64,10 @@ class Padding:
     Args:
         models: The models that are trained.
         fills: Padding values of keys, in place of these.
-        names_collate: True if the user has a collate function, which pads by itself.
-
-    Raises `PlanError` for ``fills`` that are not numbers, and beside a collate function.
     """
 
-    def __init__(
-        self, models: Iterable[Any], fills: Mapping[str, float] | None = None, *, names_collate: bool = False
-    ) -> None:
-        if fills is not None and names_collate:
-            raise PlanError(
-                "padding= is for the default collate function, and collate= is given; leave one of them out"
-            )
-        for name, fill in (fills or {}).items():
-            if isinstance(fill, bool) or not isinstance(cast(object, fill), int | float):
-                raise PlanError(f"padding= says {fill!r} for {name!r}; expected a number")
-        self.fills = dict(fills or {})
+    def __init__(self, models: Iterable[Any], fills: Mapping[str, float] | None = None) -> None:
+        super().__init__(fills)
         self._called = list(models)
         self._models = [inner for model in self._called if hasattr(inner := with_config(model), "config")]
         self._lengths = WeakTensorKeyDictionary()  # padded tensor of a microbatch -> lengths of its samples
@@ -119,15 +86,15 @@ class Padding:
         columns = gather_columns(samples)
         for name in self.fills:
             if name not in columns:
-                raise PlanError(f"padding= names {name!r} and the samples have the keys {list(samples[0])}")
+                raise PlanError(f"Padded names {name!r} and the samples have the keys {list(samples[0])}")
         joined = _joined_keys(columns)
         ragged = {name for name, values in columns.items() if len(set(map(SHAPE, values))) > 1} - joined
         if length is not None:
             ragged.update(_stretched(columns, length))
-        made: dict[str, Tensor] = {}
+        microbatch: dict[str, Tensor] = {}
         for name, values in columns.items():
             if name in joined:
-                made[name] = join_rows(name, values)
+                microbatch[name] = join_rows(name, values)
                 continue
             fill = self.fills.get(name)
             if name in ragged and _holds_tokens(name):
@@ -135,75 +102,86 @@ class Padding:
                     self._check_fill(name, fill)
                 fill = self._pad_token if fill is None else fill
                 fill = 0 if fill is None else fill
-            made[name] = stack_padded(name, values, fill, length)
-        main = next((name for name in self._main_inputs if name in made), None)
+            microbatch[name] = stack_padded(name, values, fill, length)
+        main = next((name for name in self._main_inputs if name in microbatch), None)
         if self._mixing and ragged:
-            inputs = {name: value for name, value in made.items() if name == main or self._is_read(name, main)}
+            inputs = {name: value for name, value in microbatch.items() if name == main or self._is_read(name, main)}
             self._refuse_padding({name: value for name, value in inputs.items() if name in ragged})
-        if self.takes_mask:
-            for name in list(self._masked_inputs(made, main)):
-                if name in ragged or not self._is_causal:
-                    self._add_mask(made, name, columns[name])
-            self._note_unreadable(made, ragged)
+        self._add_masks(microbatch, main, columns, ragged)
         for name in ragged:
-            self._lengths[made[name]] = list(map(len, columns[name]))
-        self.check(made)
-        return made
+            self._lengths[microbatch[name]] = list(map(len, columns[name]))
+        self.check(microbatch)
+        return microbatch
 
     def _is_read(self, name: str, main: str | None) -> bool:
         """Return True for tokens, and for the labels of which a text model makes the inputs of its decoder."""
         makes_inputs = name == "labels" and main == IDS
         return name.endswith(IDS) or (
-            makes_inputs and any(getattr(each.config, "is_encoder_decoder", False) for each in self._models)
+            makes_inputs and any(getattr(model.config, "is_encoder_decoder", False) for model in self._models)
         )
 
     def _refuse_padding(self, padded: Mapping[str, Tensor]) -> None:
         """Raise `PlanError` where a model mixes the padding of an input into tokens."""
         for name, value in padded.items():
-            cause = next((cause for cause, most in self._mixing if value.shape[1] > most), None)
+            cause = next((cause for cause, max_tokens in self._mixing if value.shape[1] > max_tokens), None)
             if cause is not None:
                 raise PlanError(
                     f"samples of one microbatch have {name} of unequal lengths, and {cause}, so that padding changes "
                     "their gradient whatever the mask says; give micro_batch_size=1, or samples of one length"
                 )
 
-    def _check_fill(self, name: str, given: float | None) -> None:
+    def _check_fill(self, name: str, fill: float | None) -> None:
         """Raise `PlanError` where a model that looks for its pad token would get another."""
         if self._pad_token is None:
             raise PlanError(
                 f"samples have {name} of unequal lengths and {self._name} finds the end of a sample by its pad token, "
                 "which its config does not name; set model.config.pad_token_id"
             )
-        if given not in (None, self._pad_token):
+        if fill not in (None, self._pad_token):
             raise PlanError(
-                f"padding= says {given} for {name!r} and {self._name} finds the end of a sample by its pad token, "
-                f"config.pad_token_id={self._pad_token}; leave it out of padding="
+                f"Padded says {fill} for {name!r} and {self._name} finds the end of a sample by its pad token, "
+                f"config.pad_token_id={self._pad_token}; leave it out of Padded"
             )
 
-    def _masked_inputs(self, made: Mapping[str, Tensor], main: str | None) -> Iterator[str]:
+    @cached_property
+    def _add_masks(self) -> Callable[..., None]:
+        """The function that adds the masks of a microbatch. It adds none for models that need none, or take none."""
+        return self._mask_padding if self.takes_mask else _mask_nothing
+
+    def _mask_padding(
+        self, microbatch: dict[str, Tensor], main: str | None, columns: Mapping[str, list[Tensor]], ragged: set[str]
+    ) -> None:
+        """Add masks to a microbatch, and note the padding that a model may not read without them."""
+        for name in list(self._masked_inputs(microbatch, main)):
+            if name in ragged or not self._is_causal:
+                self._add_mask(microbatch, name, columns[name])
+        self._note_unreadable(microbatch, ragged)
+
+    def _masked_inputs(self, microbatch: Mapping[str, Tensor], main: str | None) -> Iterator[str]:
         """Yield the keys that get a mask: the main input, and tokens under other names."""
         if main is not None:
             yield main
-        for name, value in made.items():
+        for name, value in microbatch.items():
             is_other = name != main and value.ndim == 2 and _holds_tokens(name) and not name.startswith(DECODER)
             if is_other and self._hands_on(_mask_name(name)):
                 yield name
 
-    def _add_mask(self, made: dict[str, Tensor], name: str, values: list[Tensor]) -> None:
+    def _add_mask(self, microbatch: dict[str, Tensor], name: str, values: list[Tensor]) -> None:
         """Add a mask of ones for tokens; to every microbatch of a model that is not causal, so losses have one."""
-        if made[name].ndim > 1 and not (POSITIONS in made and self._is_causal) and self._hands_on(_mask_name(name)):
-            made.setdefault(_mask_name(name), _mask(values, made[name]))
+        is_placed = POSITIONS in microbatch and self._is_causal
+        if microbatch[name].ndim > 1 and not is_placed and self._hands_on(_mask_name(name)):
+            microbatch.setdefault(_mask_name(name), _mask(values, microbatch[name]))
 
     def _hands_on(self, mask_name: str) -> bool:
         """Return True if a mask under this name may be among the arguments that a loss gives to the model."""
-        return all(_is_in_transformers(each) or _accepts(each, mask_name) for each in self._called)
+        return all(_is_in_transformers(model) or _accepts(model, mask_name) for model in self._called)
 
-    def _note_unreadable(self, made: Mapping[str, Tensor], ragged: Iterable[str]) -> None:
+    def _note_unreadable(self, microbatch: Mapping[str, Tensor], ragged: Iterable[str]) -> None:
         """Note the padded tensors that a model may take for its main input."""
-        if POSITIONS in made and self._is_causal:
+        if POSITIONS in microbatch and self._is_causal:
             return
         for name in ragged:
-            value = made[name]
+            value = microbatch[name]
             if name.startswith(DECODER) or MASKS.search(name) is not None:
                 continue
             num_dims = 3 if value.is_floating_point() else 2  # embeddings, or tokens
@@ -222,8 +200,8 @@ class Padding:
         tensors = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.ndim > 1}
         lengths = {name: self._lengths[value] for name, value in tensors.items() if value in self._lengths}
         padded = [value for value in tensors.values() if value in self._unreadable] if lengths else []
-        others = [value for value in tensors.values() if value not in self._unreadable] if padded else []
-        self._running = RunningMicrobatch(lengths, set(map(_form, padded)), set(map(_form, others)))
+        unpadded = [value for value in tensors.values() if value not in self._unreadable] if padded else []
+        self._running = RunningMicrobatch(lengths, set(map(_form, padded)), set(map(_form, unpadded)))
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
@@ -240,8 +218,7 @@ class Padding:
                     'X_input_ids "X_attention_mask"), which is made where the model takes it, or give each sample one'
                 )
 
-        watched = self._watched if self.takes_mask else []
-        hooks = [each.register_forward_pre_hook(look, with_kwargs=True) for each in watched]
+        hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in self._watched]
         try:
             yield
         except IndexError as error:
@@ -250,8 +227,8 @@ class Padding:
                 raise
             raise LossContractError(
                 f"{' and '.join(map(repr, labels))} of samples are padded with {IGNORED_LABEL}, which the loss takes "
-                f"for a class; give it ignore_index={IGNORED_LABEL}, or the GradientAccumulator padding="
-                f"{{{labels[0]!r}: what the loss leaves out}}"
+                f"for a class; give it ignore_index={IGNORED_LABEL}, or the GradientAccumulator "
+                f"batching=Padded({{{labels[0]!r}: what the loss leaves out}})"
             ) from error
         finally:
             self._running = RunningMicrobatch({}, set(), set())
@@ -295,18 +272,19 @@ class Padding:
     @property
     def _pad_token(self) -> int | None:
         """The pad token of the configs. Read anew each time: it is often set after the model is made."""
-        found: set[int] = set()
+        pad_tokens: set[int] = set()
         for model in self._models:
             config: Any = model.config
             text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None
-            named = (getattr(each, "pad_token_id", None) for each in (config, text))  # a model without one has None, -1
-            found.update([token for token in named if isinstance(token, int) and token >= 0][:1])
-        if len(found) > 1 and IDS not in self.fills:
+            # A model without one has None, or -1.
+            named = (getattr(model_config, "pad_token_id", None) for model_config in (config, text))
+            pad_tokens.update([token for token in named if isinstance(token, int) and token >= 0][:1])
+        if len(pad_tokens) > 1 and IDS not in self.fills:
             raise PlanError(
-                f"the models have the pad tokens {sorted(found)}, and samples are padded for all; say "
-                'padding={"input_ids": ...}'
+                f"the models have the pad tokens {sorted(pad_tokens)}, and samples are padded for all; say "
+                'batching=Padded({"input_ids": ...})'
             )
-        return next(iter(found), None) if len(found) < 2 else None
+        return next(iter(pad_tokens), None) if len(pad_tokens) < 2 else None
 
     @cached_property
     def _name(self) -> str:
@@ -323,11 +301,11 @@ class Padding:
         """True if a model that classifies reads config.pad_token_id in its forward, as a decoder does."""
         kinds = {type(module) for model in self._models for module in model.modules()}
         forwards = (inspect.unwrap(kind.forward) for kind in kinds if "ForSequenceClassification" in kind.__name__)
-        return any("pad_token_id" in each.__code__.co_names for each in forwards if hasattr(each, "__code__"))
+        return any("pad_token_id" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
     @cached_property
     def _mixing(self) -> list[tuple[str, int]]:
-        return [each for model in self._models for each in find_mixing_causes(model)]
+        return [cause for model in self._models for cause in find_mixing_causes(model)]
 
     @cached_property
     def takes_mask(self) -> bool:
@@ -341,9 +319,12 @@ class Padding:
 
     @cached_property
     def _watched(self) -> list[nn.Module]:
-        """The modules whose arguments are looked at."""
-        whole = [each for each in self._called if isinstance(each, nn.Module) and _is_in_transformers(each)]
-        return whole + [inner for model in self._called for inner in _models_inside(model)]
+        """The modules whose arguments are looked at, where a model needs a mask."""
+        if not self.takes_mask:
+            return []
+        modules = [model for model in self._called if isinstance(model, nn.Module)]
+        full_models = [module for module in modules if _is_in_transformers(module)]
+        return full_models + [inner for model in self._called for inner in _models_inside(model)]
 
     @cached_property
     def _is_causal(self) -> bool:
@@ -353,8 +334,8 @@ class Padding:
     @cached_property
     def _main_inputs(self) -> list[str]:
         """Names of the input that a mask describes: tokens, their embeddings, or what a model reads in their place."""
-        own = [str(getattr(model, "main_input_name", IDS)) for model in self._readers]
-        return [*dict.fromkeys([IDS, "inputs_embeds", *own])]
+        declared = [str(getattr(model, "main_input_name", IDS)) for model in self._readers]
+        return [*dict.fromkeys([IDS, "inputs_embeds", *declared])]
 
     @cached_property
     def _vocab_size(self) -> int | None:
@@ -369,19 +350,19 @@ class Padding:
     @cached_property
     def most_positions(self) -> int | None:
         """The longest row that the models may take, by their tables and configs; None if nothing limits it."""
-        configs = [getattr(with_config(each), "config", None) for each in self._models]
-        stated = [getattr(each, name, None) for each in configs for name in POSITION_LIMITS]
+        configs = [getattr(with_config(model), "config", None) for model in self._models]
+        stated = [getattr(config, name, None) for config in configs for name in POSITION_LIMITS]
         return min((size for size in (self.num_positions, *stated) if isinstance(size, int) and size > 0), default=None)
 
 
 def _joined_keys(columns: Mapping[str, list[Tensor]]) -> set[str]:
     """Return the keys of image patches [patches, D] and their grids, which models of transformers want in one row."""
-    found: set[str] = set()
+    joined: set[str] = set()
     for grid, patches in PATCHES_BY_GRID.items():
         if grid in columns and patches in columns and columns[patches][0].ndim == 2:
-            found.add(patches)
-            found.update([grid] if columns[grid][0].ndim == 2 else [])
-    return found
+            joined.add(patches)
+            joined.update([grid] if columns[grid][0].ndim == 2 else [])
+    return joined
 
 
 class RunningMicrobatch(NamedTuple):
@@ -389,17 +370,21 @@ class RunningMicrobatch(NamedTuple):
 
     lengths: dict[str, list[int]]  # of samples, by padded key
     padded: set[Form]
-    others: set[Form]
+    unpadded: set[Form]
 
     def pads(self, main: Tensor) -> bool:
         """Return True if a model's main input may have padding: a padded tensor, or several beside each other."""
         rows, tokens, is_floating = form = _form(main)
         if form in self.padded:
             return True
-        return form not in self.others and any(
+        return form not in self.unpadded and any(
             rows % padded_rows == 0 and tokens >= padded_tokens and kind == is_floating
             for padded_rows, padded_tokens, kind in self.padded
         )
+
+
+def _mask_nothing(*_: object) -> None:
+    """Add no mask: a causal model reads no padding on the right."""
 
 
 def _form(tensor: Tensor) -> Form:
@@ -428,15 +413,15 @@ def _models_inside(model: Any) -> list[nn.Module]:
         return []
     if has_compiled(model):
         return []
-    found: list[nn.Module] = []
+    models: list[nn.Module] = []
     pending: list[nn.Module] = [model]
     while pending:
         module = pending.pop()
         if hasattr(module, "config") and hasattr(module, "main_input_name"):
-            found.append(module)
+            models.append(module)
         else:
             pending.extend(module.children())
-    return found
+    return models
 
 
 def _accepts(model: Any, name: str) -> bool:
@@ -445,18 +430,18 @@ def _accepts(model: Any, name: str) -> bool:
     if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
         return True
     parameters = inspect.signature(module.forward).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _stretched(columns: Mapping[str, list[Tensor]], length: int) -> list[str]:
     """Return the keys that have a value for each token, which are padded to ``length``."""
     names = [name for name, values in columns.items() if values[0].ndim]
-    lengths = [len(each) for each in columns[names[0]]] if names else []
+    lengths = [len(value) for value in columns[names[0]]] if names else []
     for name in names:
-        if [len(each) for each in columns[name]] != lengths or max(lengths) > length:
+        if [len(value) for value in columns[name]] != lengths or max(lengths) > length:
             raise PlanError(
-                f"shapes= pads samples to {length} tokens, and {name!r} of a sample has another number of entries than "
-                f"its {names[0]!r}; leave shapes= out"
+                f"Shapes pads samples to {length} tokens, and {name!r} of a sample has another number of entries than "
+                f"its {names[0]!r}; leave Shapes out"
             )
     return [name for name in names if min(lengths) < length]
 
@@ -479,7 +464,7 @@ def _position_tables(model: Any) -> Iterator[int]:
     tokens = _tokens_of(model)
     for module in model.modules():
         children = dict(module.named_children())
-        if tokens is not None and any(each is tokens for each in children.values()):
+        if tokens is not None and any(child is tokens for child in children.values()):
             for name, table in children.items():
                 if isinstance(table, nn.Embedding) and (name == "wpe" or "position" in name):
                     # Some models begin with a later row.
@@ -495,7 +480,7 @@ def _reads(model: Any, name: str) -> bool:
 
 def _mask(values: list[Tensor], padded: Tensor) -> Tensor:
     """Return ones for tokens: [B, T]."""
-    lengths = torch.tensor([len(each) for each in values], device=padded.device)  # [B]
+    lengths = torch.tensor([len(value) for value in values], device=padded.device)  # [B]
     return (torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]).long()
 
 
@@ -505,14 +490,14 @@ def next_targets(microbatch: Mapping[str, Any]) -> Tensor:
     Raises `LossContractError` where the microbatch has neither.
     """
     shifted: Any = microbatch.get("shift_labels")
-    found: Any = microbatch.get("labels") if shifted is None else shifted
-    if not isinstance(found, Tensor) or found.ndim != 2 or found.is_floating_point():
-        seen = "no labels" if found is None else f"labels that are {_kind(found)}"
+    targets: Any = microbatch.get("labels") if shifted is None else shifted
+    if not isinstance(targets, Tensor) or targets.ndim != 2 or targets.is_floating_point():
+        labels_given = "no labels" if targets is None else f"labels that are {_kind(targets)}"
         raise LossContractError(
-            f"the samples have {seen} (their keys: {', '.join(map(str, microbatch))}); next_token wants labels [B, T] "
-            "of whole numbers, or shift_labels"
+            f"the samples have {labels_given} (their keys: {', '.join(map(str, microbatch))}); next_token wants labels "
+            "[B, T] of whole numbers, or shift_labels"
         )
-    return found[:, 1:] if shifted is None else found
+    return targets[:, 1:] if shifted is None else targets
 
 
 def _kind(value: Any) -> str:
@@ -547,44 +532,11 @@ def is_causal(model: Any, *, with_experts: bool = False) -> bool:
         return False
     if getattr(config, "use_bidirectional_attention", None):
         return False
-    if not with_experts and any(getattr(config, each, None) for each in EXPERTS):
+    if not with_experts and any(getattr(config, name, None) for name in EXPERTS):
         return False
-    said = [each for module in model.modules() if (each := vars(module).get("is_causal")) is not None]
-    return bool(said) and all(each is True for each in said)
-
-
-def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield why a model of transformers mixes padding into tokens, and the most tokens of a row where it does not."""
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        # FSDP2 makes a subclass of the class. Modules of your own may have anything by these names.
-        kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")]
-        if not kinds:
-            continue
-        name, config = kinds[0].__name__, getattr(module, "config", None)
-        configs[id(config)] = config  # of parts too, as the encoder of a pair
-        if name in MIXES_PADDING:
-            yield f"{name} {MIXES_PADDING[name]}", 0
-        if name.endswith("GroupNormConvLayer"):  # of Wav2Vec2 and those that follow it
-            yield f"{name} normalizes over all frames of the padded row (feat_extract_norm)", 0
-        if getattr(module, "summary_type", None) in ("last", "mean"):
-            yield f"{name} takes the {module.summary_type} of the padded row", 0
-        if config is not None and getattr(module, "attention_type", None) == "block_sparse":
-            yield (
-                f"{name} chooses blocks by the padded length (attention_type=original_full does not)",
-                (5 + 2 * config.num_random_blocks) * config.block_size,  # shorter rows have full attention
-            )
-    for config in filter(None, configs.values()):
-        kind = getattr(config, "model_type", None)
-        if kind in MIXES_PADDING:
-            yield f"{kind} {MIXES_PADDING[kind]}", 0
-        rope: Any = getattr(config, "rope_parameters", None) or {}
-        for each in (rope, *rope.values()):  # of one kind of layers, or of each
-            if isinstance(each, dict) and each.get("rope_type") in BY_LENGTH:
-                yield (
-                    f"{kind} has rotary positions that go by the longest row (rope_type {each['rope_type']})",
-                    each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 1),
-                )
+    attributes = [vars(module).get("is_causal") for module in model.modules()]
+    stated = [attribute for attribute in attributes if attribute is not None]
+    return bool(stated) and all(attribute is True for attribute in stated)
 
 
 def with_config(model: Any) -> Any:
@@ -595,6 +547,12 @@ def with_config(model: Any) -> Any:
             break
         model = inner
     return model
+
+
+def list_configs(model: nn.Module) -> list[Any]:
+    """Return the configs of a transformers model and of its text part; none for another model."""
+    config: Any = getattr(with_config(model), "config", None)
+    return [config, config.get_text_config()] if callable(getattr(config, "get_text_config", None)) else []
 
 
 def _only_pads(microbatch: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megabatch.errors import PlanError
 from megabatch.planning.plan import Plan
-from megabatch.torch_private import pytree
+from megabatch.torch_private.operations import pytree
 
 
 def split_outputs(outputs: Sequence[Any], plan: Plan, *, trim: bool = True) -> list[Any]:
@@ -22,23 +22,23 @@ def split_outputs(outputs: Sequence[Any], plan: Plan, *, trim: bool = True) -> l
         PlanError: An output without one row per sample, or with ``trim`` without one column per token.
     """
     cut = [rows for rows in plan.microbatches if rows]
-    leaves = [pytree.tree_leaves(each) for each in outputs]
-    structures = [pytree.tree_structure(each) for each in outputs]
-    for each, rows in zip(leaves, cut, strict=True):
-        for leaf in each or [None]:
+    leaves = [pytree.tree_leaves(output) for output in outputs]
+    structures = [pytree.tree_structure(output) for output in outputs]
+    for leaves_of_output, rows in zip(leaves, cut, strict=True):
+        for leaf in leaves_of_output or [None]:
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != len(rows):
-                seen = f"the shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+                returned = f"the shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise PlanError(
-                    f"the function of forward() returned {seen} for {len(rows)} samples; return a tensor, or a tuple "
-                    "or mapping of tensors, with samples in dim 0"
+                    f"the function of forward() returned {returned} for {len(rows)} samples; return a tensor, or a "
+                    "tuple or mapping of tensors, with samples in dim 0"
                 )
-    found: list[Any] = [None] * len(plan.lengths)
-    for each, structure, rows in zip(leaves, structures, cut, strict=True):
+    outputs_of_samples: list[Any] = [None] * len(plan.lengths)
+    for leaves_of_output, structure, rows in zip(leaves, structures, cut, strict=True):
         lengths = plan.lengths_of(rows)
-        columns = [_own_columns(leaf, lengths) if trim else leaf for leaf in each]
+        columns = [_own_columns(leaf, lengths) if trim else leaf for leaf in leaves_of_output]
         for place, row in enumerate(rows):
-            found[row] = pytree.tree_unflatten([column[place] for column in columns], structure)
-    return found
+            outputs_of_samples[row] = pytree.tree_unflatten([column[place] for column in columns], structure)
+    return outputs_of_samples
 
 
 def _own_columns(leaf: Tensor, lengths: Sequence[int]) -> Tensor | list[Tensor]:

@@ -1,41 +1,41 @@
 """Samples: a batch as samples, and any of them as one microbatch.
 
-A batch is a mapping of tensors with samples in dim 0, or a list of samples (mappings of tensors of any length).
-Rows of a mapping are taken as they are. Samples of a list are padded to the longest of their microbatch.
-A `Deferred` batch is a list whose samples are loaded when their microbatch runs.
+A batch is a mapping of tensors with samples in dim 0, or a list of samples (mappings of tensors of any length). It is
+read as `Samples`, and a `Batching` makes microbatches of them: by default rows of a mapping are taken as they are, and
+samples of a list are padded to the longest of their microbatch.
 """
 
+import copy
 import functools
 import math
 import re
-import threading
 import zlib
-from collections import deque
-from collections.abc import Callable, Container, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from numbers import Real
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.tree import clone, each_leaf
-from megabatch.errors import PlanError, require_count
-from megabatch.torch_private import pytree
+from megabatch.batching.tree import clone, each_leaf, memory_of
+from megabatch.errors import PlanError
+from megabatch.planning.plan import CostModel, Plan, plan_kinds, plan_share
+from megabatch.torch_private.operations import pytree
 
 Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank
 Microbatch = Any  # what collate returns: a mapping of tensors unless the user's collate says otherwise
 Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
+Prepare = Callable[[Microbatch], Microbatch]
+Weigh = Callable[[Microbatch], Any]
 
 IGNORED_LABEL = -100
 """The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
 STOPPED = "raised StopIteration: an iterator in it has ended, and not the data; give next() a default"
-KEPT_BYTES = 2**28  # of a deferred batch: 256 MiB hold the tokens of any update of text
 DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 # Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.
@@ -46,128 +46,276 @@ NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)  # ends of keys whose padding no wei
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
 
-class Deferred(Sequence[Any]):
-    """A batch whose samples are loaded when their microbatch runs, at most ``look_ahead`` microbatches early.
+class Pad:
+    """Pads samples into a microbatch, and checks one that was made otherwise. `Padding` does so for a model."""
 
-    Args:
-        load: Returns a sample by its index, on the CPU. It and the collate function run in a thread of their own and
-            must not draw from generators that the model draws from.
-        lengths: Tokens of each sample, as they are counted when it is loaded.
-        weights: The weight of each sample alone, as the loss's ``weigh`` counts it, where it returns a number. With
-            them the first forward waits for its own microbatch only (and for a sample to send, where a rank has none).
-            Without them a loss that weighs has every sample loaded before the first forward. A loss without ``weigh``
-            ignores them.
-        look_ahead: Microbatches that are prepared while one runs. 0 prepares each in its turn.
-        measured: True if lengths are counted when a sample is loaded. False for lengths of another kind, patches of an
-            image say, which are taken as given.
-        kept_bytes: Memory for microbatches that are weighed before the first forward, which keep their samples until
-            their turn. The samples of the others are loaded a second time.
+    def __init__(self, fills: Mapping[str, float] | None = None) -> None:
+        if fills is not None and not isinstance(cast(object, fills), Mapping):
+            raise PlanError(f"Padded got {fills!r:.60}; give {{key: value}}")
+        for name, fill in (fills or {}).items():
+            if isinstance(fill, bool) or not isinstance(cast(object, fill), int | float):
+                raise PlanError(f"Padded says {fill!r} for {name!r}; expected a number")
+        self.fills = dict(fills or {})  # padding values that the user says, by key
+
+    def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
+        """Return the samples as one microbatch, ``{name: [B, longest, ...]}``."""
+        return pad_right(samples)
+
+    def check(self, microbatch: Microbatch) -> None:
+        """Raise `PlanError` for a microbatch that the model would misread."""
+
+    def expect(self, microbatch: Microbatch) -> None:
+        """Note the microbatch that runs next, before it is moved."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Surround a call, in which a loss may take padding for tokens."""
+        return nullcontext()
+
+
+class Batching:
+    """A collate function of the user's: turns samples into microbatches.
+
+    Subclass it for another way: `Padded`, `OneRow` and `SharedPrefix` do.
     """
 
-    def __init__(
-        self,
-        load: Callable[[int], Any],
-        lengths: Sequence[int],
-        weights: Sequence[float] | None = None,
-        *,
-        look_ahead: int = 1,
-        measured: bool = True,
-        kept_bytes: int = KEPT_BYTES,
-    ) -> None:
-        self._load = load
-        self.lengths, self.weights, self.look_ahead, self.measured = lengths, weights, look_ahead, measured
-        self.kept_bytes = kept_bytes
+    is_collated_by_user = True
+    is_repeatable = False  # no function of the user's is called, which may draw random numbers
+    has_rows = True  # a sample is a row of its microbatch
+    has_own_plan = False  # `plan` splits samples by a rule that no `Planner` of the user's replaces
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    def __init__(self, collate: Collate, pad: Pad | None = None) -> None:
+        self._function = collate
+        self.pad = Pad() if pad is None else pad
 
-    def __getitem__(self, index: Any) -> Any:
-        """Load the sample at ``index``; a list of them for a slice."""
-        asked = range(len(self))[index]
-        return self._load(asked) if isinstance(asked, int) else [self._load(each) for each in asked]
+    @property
+    def origin(self) -> "Batching":
+        """The batching of the accumulator. One that was made for the plan of a call returns another."""
+        return self
 
-    def check(self) -> None:
-        """Raise `PlanError` for invalid arguments. The accumulator calls it, which tells all ranks."""
-        require_count("look_ahead", self.look_ahead, least=0)
-        require_count("kept_bytes", self.kept_bytes, least=0)
-        weights = [] if self.weights is None else self.weights
-        if self.weights is not None and len(weights) != len(self):
-            raise PlanError(f"Deferred has {len(self)} lengths and {len(weights)} weights; give one of each per sample")
-        for sample, weight in enumerate(weights):
-            if not isinstance(weight, Real) or not 0 <= weight < math.inf:
-                raise PlanError(f"the weight of sample {sample} is {weight!r}; expected a finite number, not negative")
+    def for_microbatches(self) -> "Batching":
+        """Return the batching of the samples of a microbatch, which the accumulator then calls."""
+        return self
+
+    def new_planner(self, usual: Any) -> Any:
+        """Return what makes the planner of calls, in place of the ``usual`` one."""
+        return usual
+
+    def check_model(self, wrapper: Any, limits: tuple[int | None, int | None]) -> None:
+        """Try the model with this batching. Raise `PlanError` if they do not go together. Collective.
+
+        Args:
+            wrapper: The model's wrapper.
+            limits: Samples and tokens of a microbatch, each None where it is no limit.
+        """
+
+    def samples(self, batch: Batch, length: Length | None = None, part: Prepare | None = None) -> "Samples":
+        """Return a batch as samples; see `Samples`. A batch may bring its own class of them, as `Deferred` does."""
+        is_mapping = isinstance(batch, Mapping)
+        new_samples: type[Samples] = getattr(type(batch), "samples_class", RowSamples if is_mapping else Samples)
+        return new_samples(batch, self, length, part)
+
+    def collate(self, samples: list[Any], rows: Sequence[int]) -> Microbatch:
+        """Return samples as one microbatch. ``rows`` are their numbers in the batch."""
+        microbatch = self._function(samples)
+        self.pad.check(microbatch)
+        return microbatch
+
+    def collate_rows(self, samples: dict[str, Tensor], rows: Sequence[int]) -> Microbatch:
+        """Return samples that are rows of tensors as one microbatch."""
+        return self.collate(split_rows(samples), rows)
+
+    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """Return ``moved``, the microbatch on its device, on memory of its own, so that a loss may write to it."""
+        return self.copied(microbatch, moved)
+
+    def copied(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """Return ``moved`` with copies of the tensors that it shares with ``microbatch``."""
+        if moved is microbatch:
+            return clone(moved)
+        original_leaves: set[int] = set()
+        each_leaf(microbatch, lambda leaf: original_leaves.add(id(leaf)) or leaf)
+
+        def copy_shared(leaf: Any) -> Any:
+            return leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in original_leaves else leaf
+
+        return each_leaf(moved, copy_shared)
+
+    def kinds(self, samples: list[Any]) -> list[Hashable] | None:
+        """Return the kind of each sample where several differ; see `Samples.kinds`."""
+        return None
+
+    def plan(
+        self, samples: "Samples", lengths: Sequence[int], limits: tuple[int | None, int | None], cost: CostModel | None
+    ) -> Plan:
+        """Return the plan of one rank, unpriced. No microbatch has samples of two kinds.
+
+        ``limits`` are samples and tokens of a microbatch.
+        """
+        kinds = samples.kinds()
+        if kinds is None:
+            return plan_share(lengths, *limits, cost)
+        return plan_kinds(kinds, lengths, *limits, cost)
+
+    def check_plan(self, samples: "Samples", plan: Plan) -> None:
+        """Raise `PlanError` if a plan that was made before is of another batching, or of other samples."""
+        if plan.padded != self.has_rows:
+            raise PlanError(
+                "plan is of samples that lie in one row, or that are padded, and these are not; make another"
+            )
+        if plan.shared:
+            raise PlanError("plan is of samples that share prefixes, and these do not; make another")
+        self.check_kinds(samples, plan.microbatches)
+
+    def check_kinds(self, samples: "Samples", cut: Sequence[Sequence[int]]) -> None:
+        """Raise `PlanError` for a microbatch with samples of two kinds, which padding would change."""
+        kinds = samples.kinds()
+        if kinds is None:
+            return
+        for rows in cut:
+            if len({kinds[row] for row in rows}) > 1:
+                raise PlanError(
+                    f"samples {', '.join(map(str, rows))} of one microbatch differ in their keys or in sizes that are "
+                    "not padded; cut them apart"
+                )
+
+    def check(self, samples: "Samples", plan: Plan, hooks: Any) -> None:
+        """Raise `LossContractError` for a loss, by its `LossHooks`, whose weight these samples do not have."""
+
+    def surround_call(self, model: Any, plan: Plan, num_microbatches: int) -> AbstractContextManager[None]:
+        """Surround the microbatches of a call, and watch how its loss calls the model."""
+        return self.pad.watched()
+
+
+class Padded(Batching):
+    """The default: pads samples on the right, and takes rows of tensors as they are.
+
+    `Padding` says with which values, and which masks are made.
+
+    Args:
+        fills: Padding values of your own, ``{key: value}``.
+
+    Raises:
+        PlanError: A value that is no number.
+    """
+
+    is_collated_by_user = False
+
+    def __init__(self, fills: Mapping[str, float] | None = None) -> None:
+        super().__init__(pad_right, Pad(fills))
+
+    def collate(self, samples: list[Any], rows: Sequence[int], shape: tuple[int, int] | None = None) -> Microbatch:
+        """Return samples as one microbatch, of so many rows and tokens where a ``shape`` is given."""
+        return self.pad(samples, shape)
+
+    def collate_rows(self, samples: dict[str, Tensor], rows: Sequence[int]) -> Microbatch:
+        """Return the rows. Their memory is the caller's."""
+        self.pad.check(samples)
+        return samples
+
+    @property
+    def is_repeatable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True unless a subclass may draw random numbers."""
+        return type(self) is Padded
+
+    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """Return ``moved``: its memory was made for it, unless a subclass gives away that of a sample."""
+        return moved if type(self) is Padded else super().owned(microbatch, moved)
+
+    def kinds(self, samples: list[Any]) -> list[Hashable] | None:
+        """Return the kind of each sample: its keys, and sizes that are not padded. None if all are of one kind."""
+        if _are_rows_of_tokens(samples):
+            return None
+        kinds = [_kind_of(sample, self.pad.fills) for sample in samples]
+        return kinds if len(set(kinds)) > 1 else None
+
+
+def choose_batching(collate: Collate | None, batching: object) -> Batching:
+    """Return the batching that the arguments of an accumulator name. None pads.
+
+    Raises `PlanError` for both, and for an object of another kind.
+    """
+    if batching is None:
+        if isinstance(collate, Batching):
+            kind = type(collate).__name__
+            raise PlanError(f"collate= is a function and is given a {kind}; give batching={kind}(...)")
+        if isinstance(collate, type) and issubclass(collate, Batching):
+            raise PlanError(f"collate= is the class {collate.__name__}; give batching={collate.__name__}()")
+        return Padded() if collate is None else Batching(collate)
+    if collate is not None:
+        raise PlanError("collate= and batching= both make microbatches; leave one of the two out")
+    if isinstance(batching, type):
+        raise PlanError(f"batching is the class {batching.__name__}; give an object, {batching.__name__}()")
+    if not isinstance(batching, Batching):
+        raise PlanError(
+            f"batching is {batching!r:.60}; give Padded, OneRow, SharedPrefix or InsideSamples of megabatch.batching, "
+            "or a function as collate="
+        )
+    # Accumulators of other models may have the same object.
+    return copy.copy(batching)
 
 
 class Samples:
-    """A batch seen as samples: how many, how long, and any of them as one microbatch."""
+    """A list of samples: how many, how long, and any of them as one microbatch. Other batches have subclasses."""
+
+    is_list = True
+    is_in_memory = True
 
     def __init__(
         self,
         batch: Batch,
-        collate: Collate | None = None,
+        batching: Batching | None = None,
         length: Length | None = None,
-        part: Callable[[Microbatch], Microbatch] | None = None,
-        pad: "Pad | None" = None,
+        part: Prepare | None = None,
     ) -> None:
         """Measure the samples of a batch.
 
         Args:
             batch: All samples of this rank.
-            collate: The user's collate function.
+            batching: Makes microbatches of them. None pads as `pad_right` does.
             length: The user's length of a sample; None counts the size of dim 0 of its first tensor.
-            part: Returns the loss's view of a collated microbatch on this rank.
-            pad: Collates samples where there is no ``collate``, and checks the microbatches of the others. None pads as
-                `pad_right` does.
+            part: Returns the loss's view of a collated microbatch on this rank. None returns the microbatch.
         """
-        is_list = not isinstance(batch, Mapping | Deferred)
-        if is_list and (not isinstance(cast(Any, batch), Sequence) or isinstance(batch, str | bytes)):
+        self.batching = Padded() if batching is None else batching
+        self._length = length
+        self.part = part or _unchanged
+        self._batch: Any = self._read(batch)
+        self.lengths: list[int] = self._measure()
+        self.num_samples = len(self.lengths)
+        self.num_tokens = self._count_tokens()
+
+    def _read(self, batch: Any) -> Any:
+        if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
             raise PlanError(
                 f"the batch is a {type(batch).__name__}; expected a mapping of tensors with samples in dim 0, "
                 "or a list of samples"
             )
-        self.deferred = batch if isinstance(batch, Deferred) else None
-        self._rows = _checked_rows(batch) if isinstance(batch, Mapping) else None
-        self._list = list(batch) if is_list else []
-        self._collate = collate
-        self._length = length
-        self._part = part
-        self._pad = pad
-        self._stack = collate if collate is not None else pad if pad is not None else pad_right
-        self._kept: dict[int, Any] = {}  # the last sample of a deferred batch, once it is loaded
-        # Microbatches of a deferred batch that were taken to weigh them, and room for more until the first turn.
-        self._early: dict[tuple[int, ...], Microbatch] = {}
-        self._room = 0 if self.deferred is None else self.deferred.kept_bytes
-        self._loading = threading.Lock()  # one thread at a time loads and collates
-        self.is_collated_by_user = collate is not None
-        self.is_shared = self._rows is not None or collate is not None  # microbatches may be the caller's own tensors
-        self.expect: Callable[[Microbatch], None] | None = None  # is told the microbatch to run next; set by `take`
-        self.shared: Sequence[int] = ()  # `Plan.shared`, which a `SharedPrefix` lays out
-        self.shapes: Mapping[tuple[int, ...], tuple[int, int]] = {}  # `Plan.shapes`, and that of a dummy microbatch
-        if self._rows is not None:
-            lengths = _row_lengths(self._rows, length)
-        elif self.deferred is not None:
-            lengths = _given_lengths(self.deferred)
-        else:
-            try:
-                lengths = [int((length or sample_length)(sample)) for sample in self._list]
-            except StopIteration as error:
-                raise PlanError(f"the function length= {STOPPED}") from error
-        if 0 in lengths and length is None and self.deferred is None:
+        return list(cast(Sequence[Any], batch))
+
+    def _measure(self) -> list[int]:
+        length = self._length or sample_length
+        try:
+            lengths = [int(length(sample)) for sample in self._batch]
+        except StopIteration as error:
+            raise PlanError(f"the function length= {STOPPED}") from error
+        return self._refuse_empty(lengths)
+
+    def _refuse_empty(self, lengths: list[int]) -> list[int]:
+        if 0 in lengths and self._length is None:
             raise PlanError(
                 f"sample {lengths.index(0)} of the batch has length 0; leave it out, or give length= if it has tokens "
                 "elsewhere"
             )
-        self.lengths: list[int] = lengths
-        self.num_samples = len(lengths)
-        may_be_images = length is None and self.deferred is None and len(set(lengths)) == 1
-        # Real tokens, without padding; samples where none has a length.
-        self.num_tokens = len(lengths) if may_be_images and self._are_images() else sum(lengths)
+        return lengths
+
+    def _count_tokens(self) -> int:
+        """Return the real tokens, without padding. Where no sample has a length, return the samples."""
+        may_be_images = self._length is None and len(set(self.lengths)) == 1
+        return len(self.lengths) if may_be_images and self._are_images() else sum(self.lengths)
 
     def _are_images(self) -> bool:
         """Return True for images [C, H, W]: their dim 0 counts nothing."""
-        value: Any = next(iter((self._list[0] if self._rows is None else self._rows).values()))
-        num_dims = value.ndim - (self._rows is not None) if isinstance(value, Tensor) else 0
-        return num_dims > 2 and value.is_floating_point()
+        value: Any = next(iter(self.one_view(0).values()))
+        return isinstance(value, Tensor) and value.ndim > 2 and value.is_floating_point()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -175,40 +323,65 @@ class Samples:
     def take(self, indices: Sequence[int]) -> Microbatch:
         """Collate the samples at ``indices``, on the device of the batch."""
         try:
-            made = self._collate_rows(indices)
-            if self.shared:
-                lengths, shared = ([each[index] for index in indices] for each in (self.lengths, self.shared))
-                cast(Any, self._collate).lay_out(made, lengths, shared)
-            made = made if self._part is None else self._part(made)
+            return self.part(self.take_whole(indices))
         except StopIteration as error:
             raise PlanError(f"collate, or prepare= of the loss, {STOPPED}") from error
-        if self._room > 0:
-            self._keep_weighed(tuple(indices), made)
-        return made
 
-    def _collate_rows(self, indices: Sequence[int]) -> Microbatch:
-        """Collate samples, one thread at a time."""
-        with self._loading:
-            if self.shapes:
-                get = self._list.__getitem__ if self.deferred is None else self._load
-                rows = None if self._rows is None else _split(_take_rows(self._rows, indices))
-                made = cast(Any, self._stack)(rows or [get(index) for index in indices], self.shapes[tuple(indices)])
-            elif self._rows is not None:
-                rows = _take_rows(self._rows, indices)
-                made = rows if self._collate is None else self._collate(_split(rows))
-            else:
-                get = self._list.__getitem__ if self.deferred is None else self._load
-                made = self._stack([get(index) for index in indices])
-            if self._pad is not None and (self._rows is not None or self._collate is not None):
-                self._pad.check(made)
-            if self._pad is not None:
-                self.expect = self._pad.expect
-        return made
+    def take_whole(self, indices: Sequence[int]) -> Microbatch:
+        """Collate the samples at ``indices``, without the loss's view of them."""
+        return self.batching.collate([self._batch[index] for index in indices], indices)
 
-    @property
-    def is_list(self) -> bool:
-        """True for a list of samples in memory."""
-        return self._rows is None and self.deferred is None
+    def weigh(
+        self, microbatches: Sequence[tuple[int, ...]], weigh: Weigh
+    ) -> tuple[tuple[Microbatch, ...], Iterable[object]]:
+        """Return the microbatches, collated, and the weight of each one. A deferred batch keeps none of them."""
+        if self.batching.is_collated_by_user:
+            collated = self._take_all(microbatches)
+        else:
+            collated = tuple(map(self.take, microbatches))
+        return collated, map(weigh, collated)
+
+    def _take_all(self, microbatches: Sequence[tuple[int, ...]]) -> tuple[Microbatch, ...]:
+        """Take every microbatch of the user's collate. Copy them if it fills the same buffers again."""
+        collated: list[Microbatch] = []
+        memory: set[int] = set()
+        for rows in microbatches:
+            collated.append(self.take(rows))
+            own_memory = memory_of(collated[-1])
+            if not own_memory.isdisjoint(memory):
+                return tuple(clone(self.take(rows)) for rows in microbatches)
+            memory |= own_memory
+        return tuple(collated)
+
+    def given_weight(self, rows: Sequence[int]) -> float | None:
+        """Return the weight that the user gave for samples; None if none was given."""
+        return None
+
+    def count_again(
+        self, microbatch: Microbatch, announced: dict[str, float], count: Callable[[Microbatch], dict[str, float]]
+    ) -> dict[str, float]:
+        """Return the weights that ``weigh`` counts in a planned microbatch. A deferred batch may announce others."""
+        return announced
+
+    def in_turn(self, microbatches: Sequence[Sequence[int]]) -> Generator[Microbatch]:
+        """Yield each of ``microbatches``."""
+        yield from map(self.take, microbatches)
+
+    def dummy_rows(self, plan: Plan) -> tuple[int, ...]:
+        """Return the samples of a dummy microbatch: those of the last, whose shape a compiled model knows."""
+        return plan.microbatches[-1]
+
+    def dummy(self) -> Microbatch:
+        """Return the last sample as a microbatch of its own."""
+        return self.take([len(self) - 1])
+
+    def expect(self, microbatch: Microbatch) -> None:
+        """Note the microbatch that runs next, before it is moved."""
+        self.batching.pad.expect(microbatch)
+
+    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """Return ``moved``, the microbatch on its device, on memory of its own, so that a loss may write to it."""
+        return self.batching.owned(microbatch, moved)
 
     def kinds(self) -> list[Hashable] | None:
         """Return the kind of each sample: its keys, and sizes that are not padded. None if all are of one kind.
@@ -216,160 +389,114 @@ class Samples:
         Samples of one microbatch are of one kind. Kinds are not known of a batch that is loaded later, and of samples
         that the user's collate function puts together.
         """
-        if self._collate is not None or not self.is_list or _are_rows_of_tokens(self._list):
-            return None
-        padded = () if self._pad is None else self._pad.fills
-        kinds = [_kind_of(sample, padded) for sample in self._list]
-        return kinds if len(set(kinds)) > 1 else None
+        return self.batching.kinds(self._batch)
 
     def ragged_keys(self, indices: Sequence[int]) -> list[str]:
         """Return the keys of a list's samples that differ in shape, without tokens and masks."""
-        samples = [self._list[index] for index in indices]
+        samples = [self._batch[index] for index in indices]
         names = [name for name in samples[0].keys() if not name.endswith(NOT_COUNTED)]  # noqa: SIM118 - a TensorDict
         return [name for name in names if len({_shape_of(sample[name]) for sample in samples}) > 1]
 
     def column(self, name: str) -> list[Tensor]:
         """Return one tensor of each sample. Raises `PlanError` for samples without it, and for a deferred batch."""
-        if self.deferred is not None:
-            raise PlanError(f"{name!r} of samples is compared, and Deferred loads samples later; give a list of them")
-        if self._rows is not None and name in self._rows:
-            return list(self._rows[name])
-        if self._rows is not None or any(name not in sample for sample in self._list):
-            raise PlanError(f"a sample has no {name!r}, by which samples are compared; give it to all")
-        return [to_dense_tensor(name, sample[name]) for sample in self._list]
-
-    def _load(self, index: int) -> Any:
-        """Load a sample of a deferred batch and compare it with its given length."""
-        assert self.deferred is not None
-        if index in self._kept:
-            return self._kept[index]
-        try:
-            sample = self.deferred[index]
-        except StopIteration as error:
-            raise PlanError(f"sample {index} of Deferred {STOPPED}") from error
-        length = int((self._length or sample_length)(sample)) if self.deferred.measured else self.lengths[index]
-        if length != self.lengths[index]:
-            raise PlanError(
-                f"sample {index} of Deferred has {length} tokens, but lengths says {self.lengths[index]}; "
-                "give the length that is counted when the sample is loaded, or measured=False"
-            )
-        if index == len(self) - 1:
-            self._kept[index] = sample
-        return sample
-
-    def in_turn(self, microbatches: Sequence[Sequence[int]]) -> Generator[Microbatch]:
-        """Yield each of ``microbatches``; of a deferred batch, the next are prepared in a thread meanwhile.
-
-        A caller that drops one before it asks for the next holds at most ``look_ahead + 1`` of a deferred batch.
-        """
-        if self.deferred is None:
-            yield from map(self.take, microbatches)
-            return
-        self._room = 0
-        ahead: deque[Future[Microbatch]] = deque()
-        thread = ThreadPoolExecutor(1, "megabatch-deferred")
-        try:
-            for index in range(len(microbatches)):
-                due = microbatches[index + len(ahead) : index + self.deferred.look_ahead + 1]
-                ahead.extend(thread.submit(self._take_kept, rows) for rows in due)
-                yield ahead.popleft().result()
-        finally:
-            thread.shutdown(cancel_futures=True)
-
-    def _keep_weighed(self, indices: tuple[int, ...], made: Microbatch) -> None:
-        """Keep a microbatch of a deferred batch that was taken before its turn, if there is room for it."""
-        sizes: list[int] = []
-        each_leaf(made, lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)))
-        self._room -= sum(sizes)
-        if self._room >= 0:  # the user's collate function may fill the same buffer again
-            self._early[indices] = made if self._collate is None else clone(made)
+        if any(name not in sample for sample in self._batch):
+            raise _lacks(name)
+        return [to_dense_tensor(name, sample[name]) for sample in self._batch]
 
     def forget_early(self) -> None:
-        """Free the microbatches that were taken before their turn."""
-        self._early.clear()
-        self._room = 0 if self.deferred is None else self.deferred.kept_bytes
-
-    def _take_kept(self, indices: Sequence[int]) -> Microbatch:
-        """Take a microbatch that outlives the next: the user's collate function may fill the same buffer again."""
-        if self._early and (made := self._early.pop(tuple(indices), None)) is not None:
-            return made
-        made = self.take(indices)
-        is_ahead = self.deferred is not None and self.deferred.look_ahead > 0
-        return clone(made) if is_ahead and self._collate is not None else made
+        """Free the microbatches of a deferred batch that were taken before their turn."""
 
     def copy_last(self) -> "Samples":
         """Return the last sample. Rows of a mapping are copied, so that keeping one does not keep the batch."""
-        if self.deferred is not None:
-            return self  # of a deferred batch there is no more in memory
-        if self._rows is None:
-            return Samples(self._list[-1:], self._collate, self._length, self._part, self._pad)
-        rows = {name: tensor[-1:].clone() for name, tensor in self._rows.items()}
-        return Samples(rows, self._collate, self._length, self._part, self._pad)
+        return Samples(self._batch[-1:], self.batching.origin, self._length, self.part)
+
+    def one_view(self, index: int) -> Any:
+        """Return the sample at ``index``, an element of a list of samples."""
+        return self._batch[index]
 
     def one(self, index: int) -> Any:
-        """Return the sample at ``index``, on its own memory, as an element of a list of samples."""
-        if self._rows is not None:
-            return {name: tensor[index].clone() for name, tensor in self._rows.items()}
-        sample = self._list[index] if self.deferred is None else self._load(index)
-        return clone(sample)
+        """Return the sample at ``index``, on its own memory."""
+        return clone(self.one_view(index))
 
-    def dummy(self) -> Microbatch:
-        """Return the last sample as a microbatch of its own."""
-        return self.take([len(self) - 1])
-
-    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
-        """Return ``moved``, the microbatch on its device, on memory of its own, so that a loss may write to it.
-
-        Rows of a mapping and tensors of the user's collate function may be the caller's own.
-        """
-        if not self.is_shared:
-            return moved
-        if moved is microbatch:
-            made = clone(moved)
-        else:
-            kept: set[int] = set()
-            each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
-            made = each_leaf(
-                moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf
-            )
-        if self.shared:
-            cast(Any, self._collate).follow(microbatch, made)
-        return made
+    def join_outputs(self, outputs: list[Any], *, trim: bool) -> list[Any]:
+        """Return the output of each sample of the batch, given those of the samples that plans count."""
+        return outputs
 
     def held(self) -> object:
         """Return the batch, as far as it is in memory."""
-        return [self._list, self._rows, list(self._kept.values())]
+        return self._batch
 
     def keys(self) -> list[tuple[str, ...]]:
         """Return each set of keys of samples once; none before samples are loaded or if the user's collate chooses."""
-        if self._collate is not None:
+        if self.batching.is_collated_by_user:
             return []
-        if self._rows is not None:
-            return [tuple(sorted(self._rows))] if len(self) else []
-        kinds = {tuple(sample.keys()) for sample in self._list if type(sample) is dict or isinstance(sample, Mapping)}
+        samples = [sample for sample in self._batch if type(sample) is dict or isinstance(sample, Mapping)]
+        kinds: set[tuple[Any, ...]] = {tuple(sample.keys()) for sample in samples}
         return sorted({tuple(sorted(map(str, names))) for names in kinds})
 
     def fingerprint(self) -> int:
         """Hash all lengths and the last sample's numbers."""
-        found = zlib.crc32(repr(self.lengths).encode())
-        if len(self) and self.deferred is None:
-            last = self._list[-1] if self._rows is None else {name: rows[-1] for name, rows in self._rows.items()}
-            for leaf in pytree.tree_leaves(last):
-                if isinstance(leaf, Tensor) and leaf.device.type == "cpu":  # reading others would wait
-                    found = zlib.crc32(leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes(), found)
-        return found
+        checksum = zlib.crc32(repr(self.lengths).encode())
+        for leaf in pytree.tree_leaves(self.one_view(-1)) if len(self) else ():
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":  # reading others would wait
+                checksum = zlib.crc32(leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+        return checksum
 
 
-class Pad(Protocol):
-    """Pads samples into a microbatch, and checks a microbatch that was made otherwise."""
+class RowSamples(Samples):
+    """A mapping of tensors with samples in dim 0."""
 
-    fills: dict[str, float]  # padding values that the user says, by key
+    is_list = False
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
+    def _read(self, batch: Any) -> dict[str, Tensor]:
+        return _checked_rows(batch)
 
-    def check(self, microbatch: Microbatch) -> None: ...
+    def _measure(self) -> list[int]:
+        if self._length is not None:
+            try:
+                return [int(self._length(sample)) for sample in split_rows(self._batch)]
+            except StopIteration as error:
+                raise PlanError(f"the function length= {STOPPED}") from error
+        first = next(iter(self._batch.values()))
+        return self._refuse_empty([first.shape[1] if first.ndim > 1 else 1] * len(first))
 
-    def expect(self, microbatch: Microbatch) -> None: ...
+    def take_whole(self, indices: Sequence[int]) -> Microbatch:
+        """Collate the rows at ``indices``, without the loss's view of them."""
+        return self.batching.collate_rows(_take_rows(self._batch, indices), indices)
+
+    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """Return ``moved`` on memory of its own: rows are the caller's."""
+        return self.batching.copied(microbatch, moved)
+
+    def kinds(self) -> None:
+        """Return None: rows are of one kind."""
+
+    def column(self, name: str) -> list[Tensor]:
+        """Return one tensor of each sample."""
+        if name not in self._batch:
+            raise _lacks(name)
+        return list(self._batch[name])
+
+    def copy_last(self) -> Samples:
+        """Return a copy of the last row."""
+        rows = {name: tensor[-1:].clone() for name, tensor in self._batch.items()}
+        return RowSamples(rows, self.batching.origin, self._length, self.part)
+
+    def one_view(self, index: int) -> Any:
+        """Return the sample at ``index``, an element of a list of samples."""
+        return {name: tensor[index] for name, tensor in self._batch.items()}
+
+    def keys(self) -> list[tuple[str, ...]]:
+        """Return the keys of the rows."""
+        return [] if self.batching.is_collated_by_user or not len(self) else [tuple(sorted(self._batch))]
+
+
+def _unchanged(microbatch: Microbatch) -> Microbatch:
+    return microbatch
+
+
+def _lacks(name: str) -> PlanError:
+    return PlanError(f"a sample has no {name!r}, by which samples are compared; give it to all")
 
 
 def sample_length(sample: Any) -> int:
@@ -480,15 +607,17 @@ def join_rows(name: str, values: list[Tensor]) -> Tensor:
 def to_dense_tensor(name: str, value: Any) -> Tensor:
     """Return a value of a sample as a dense tensor."""
     try:
-        made = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+        if hasattr(value, "keys"):
+            raise TypeError("torch would make an empty tensor of a TensorDict of one sample")
+        dense = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise PlanError(
             f"{name!r} of a sample is a {type(value).__name__}; expected a tensor, or numbers. For other samples say "
             "collate= and length= of your own (length=lambda sample: 1 where none has a length)"
         ) from None
-    if made.layout != torch.strided or made.is_nested:
-        raise _not_dense(f"{name!r} of a sample", made)
-    return made
+    if dense.layout != torch.strided or dense.is_nested:
+        raise _not_dense(f"{name!r} of a sample", dense)
+    return dense
 
 
 def stack_padded(name: str, values: list[Tensor], fill: float | None = None, length: int | None = None) -> Tensor:
@@ -502,7 +631,7 @@ def stack_padded(name: str, values: list[Tensor], fill: float | None = None, len
         raise PlanError(f"{name!r} has the types {sorted(map(str, dtypes))}; give one to all samples")
     if len(shapes) == 1 and (length is None or first.ndim == 0 or len(first) == length):
         return torch.stack(values)
-    if len({each[1:] for each in shapes}) > 1 or len(set(map(len, shapes))) > 1:
+    if len({shape[1:] for shape in shapes}) > 1 or len(set(map(len, shapes))) > 1:
         raise PlanError(
             f"{name!r} has the shapes {sorted(map(tuple, shapes))}; only dim 0 is padded, the others must agree"
         )
@@ -511,7 +640,7 @@ def stack_padded(name: str, values: list[Tensor], fill: float | None = None, len
     if not _can_hold(first.dtype, fill):
         raise PlanError(
             f"{name!r} has samples of unequal lengths and the dtype {first.dtype}, which cannot hold the padding value "
-            f"{fill}; give it as torch.long, say, or another value in padding="
+            f"{fill}; give it as torch.long, say, or another value in batching=Padded({{...}})"
         )
     padded = pad_sequence(values, batch_first=True, padding_value=fill)
     if length is not None:
@@ -534,19 +663,19 @@ def without_labels(sample: Mapping[str, Any]) -> dict[str, Any]:
     Raises `PlanError` for keys that a model may read beside its tokens, and for labels that cannot be -100.
     """
     tensors = {name: to_dense_tensor(name, value) for name, value in sample.items()}
-    labels = {name: each for name, each in tensors.items() if name in ("labels", "shift_labels")}
+    labels = {name: values for name, values in tensors.items() if name in ("labels", "shift_labels")}
     if "input_ids" not in tensors or not labels or not tensors.keys() <= FILLED:
         raise PlanError(
-            f"shapes= fills microbatches up with tokens without a label, and the samples have {', '.join(tensors)}; "
-            f"expected input_ids, labels or shift_labels, and at most {', '.join(OTHERS)}; leave shapes= out"
+            f"Shapes fills microbatches up with tokens without a label, and the samples have {', '.join(tensors)}; "
+            f"expected input_ids, labels or shift_labels, and at most {', '.join(OTHERS)}; leave Shapes out"
         )
-    for name, each in labels.items():
-        if each.is_floating_point() or not each.dtype.is_signed:
+    for name, values in labels.items():
+        if values.is_floating_point() or not values.dtype.is_signed:
             raise PlanError(
-                f"shapes= fills microbatches up with {name} of {IGNORED_LABEL}, and those of samples are {each.dtype}; "
-                "give signed whole numbers, or leave shapes= out"
+                f"Shapes fills microbatches up with {name} of {IGNORED_LABEL}, and those of samples are "
+                f"{values.dtype}; give signed whole numbers, or leave Shapes out"
             )
-    return {**tensors, **{name: torch.full_like(each, IGNORED_LABEL) for name, each in labels.items()}}
+    return {**tensors, **{name: torch.full_like(values, IGNORED_LABEL) for name, values in labels.items()}}
 
 
 @functools.lru_cache
@@ -573,10 +702,10 @@ def _no_mapping(sample: Any) -> PlanError:
     )
 
 
-def _not_dense(what: str, tensor: Tensor) -> PlanError:
+def _not_dense(name: str, tensor: Tensor) -> PlanError:
     kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
     return PlanError(
-        f"{what} is a {kind} tensor; give dense ones, as a list of samples where lengths differ, or collate= and "
+        f"{name} is a {kind} tensor; give dense ones, as a list of samples where lengths differ, or collate= and "
         "length= of your own"
     )
 
@@ -608,19 +737,7 @@ def _take_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> dict[str,
     return {name: tensor[rows] for name, tensor in batch.items()}
 
 
-def _row_lengths(rows: Mapping[str, Tensor], length: Length | None) -> list[int]:
-    if length is not None:
-        return [int(length(sample)) for sample in _split(rows)]
-    first = next(iter(rows.values()))
-    return [first.shape[1] if first.ndim > 1 else 1] * len(first)
-
-
-def _given_lengths(batch: Deferred) -> list[int]:
-    batch.check()
-    given = enumerate(batch.lengths)
-    return [require_count(f"the length of sample {index}", length, least=0) for index, length in given]
-
-
-def _split(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def split_rows(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return each row of tensors as a sample."""
     size = len(next(iter(rows.values())))
     return [{name: tensor[row] for name, tensor in rows.items()} for row in range(size)]

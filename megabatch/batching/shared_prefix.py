@@ -2,7 +2,7 @@
 
 A tree is a row of the model: the prefix, then the rest of each of its samples, its branches. Positions go on from the
 prefix in every branch, and a mask hides branches from each other. Logits are gathered back to samples, so that a loss
-sees the rows that it knows. `engine.packing_check` tries the model.
+sees the rows that it knows. `engine.guards.packing_check` tries the model.
 
 A mask hides pairs of positions and computes them all the same. Long branches therefore cost more in a tree than apart,
 and the cut chooses by the cost model which samples share one.
@@ -12,6 +12,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.padding import IDS, MASK, POSITIONS, with_config
-from megabatch.batching.samples import Collate, Microbatch, Samples, pad_right
+from megabatch.batching.samples import Batching, Microbatch, Samples
 from megabatch.batching.tree import to_device
 from megabatch.errors import LossContractError, PlanError
 from megabatch.planning.plan import CostModel, Plan, plan_share
-from megabatch.torch_private import count_writes, forward_hooks
+from megabatch.torch_private.autograd import count_writes
+from megabatch.torch_private.module_members import forward_hooks
 
 LEAST_SAVING = 0.05  # of what a tree's samples cost apart; a prediction is not better than that
 KNOWN_HOOKS = ("megabatch", "torch", "transformers", "accelerate", "peft")  # their hooks hand no hidden states on
@@ -34,8 +36,8 @@ HANDED_ON = {IDS, "use_cache", "return_dict"}  # inputs of the model that a tree
 _TREES = WeakTensorKeyDictionary()
 
 
-class SharedPrefix:
-    """A collate function by which common prefixes are computed once: ``GradientAccumulator(model, collate=this, ...)``.
+class SharedPrefix(Batching):
+    """Computes common prefixes once: ``GradientAccumulator(model, batching=SharedPrefix(), ...)``.
 
     It suits several completions of one prompt (GRPO) and pairs of one prompt (DPO). Microbatches are padded rows
     ``{name: [B, T, ...]}``, as without it, and the loss stays as it is: it calls the model itself, once or more, with
@@ -54,30 +56,46 @@ class SharedPrefix:
             leave the key out. None compares all.
     """
 
+    has_own_plan = True
+
     def __init__(self, group: str | None = None) -> None:
+        super().__init__(self)
         self.group = group
         self.longest_tree: int | None = None  # tokens; a model's sliding window
-        self.pad: Collate = pad_right  # a model's `Padding`, once it was tried
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Pad the samples as `Padding` does, without their mask. Raises `PlanError` for a mask that hides a token."""
-        rows = self.pad([{key: each[key] for key in each if key not in (MASK, self.group)} for each in samples])
-        if any(not bool(torch.as_tensor(each.get(MASK, 1)).all()) for each in samples) or POSITIONS in rows:
+        rows = self.pad([{key: sample[key] for key in sample if key not in (MASK, self.group)} for sample in samples])
+        if any(not bool(torch.as_tensor(sample.get(MASK, 1)).all()) for sample in samples) or POSITIONS in rows:
             raise PlanError(
                 "a sample has an attention_mask with zeros, or position_ids, which a tree would replace; cut hidden "
                 "tokens away and leave both out, or leave SharedPrefix out"
             )
         return rows
 
-    def plan(self, samples: Samples, max_tokens: int, cost: CostModel | None) -> Plan:
+    def collate(self, samples: list[Any], rows: Sequence[int]) -> Microbatch:
+        """Return samples as one microbatch."""
+        return self(samples)
+
+    def check_model(self, wrapper: Any, limits: tuple[int | None, int | None]) -> None:
+        """Compare samples of one tree with each alone, on the model."""
+        from megabatch.engine.guards.packing_check import check_packing
+
+        check_packing(wrapper, self, limits)
+
+    def plan(
+        self, samples: Samples, lengths: Sequence[int], limits: tuple[int | None, int | None], cost: CostModel | None
+    ) -> Plan:
         """Return the plan of one rank: microbatches of trees, then those of samples that share nothing."""
+        max_tokens = limits[1]
+        assert max_tokens is not None  # or the accumulator was not made
         ids, price = self._tokens(samples), cost or CostModel()
         trees: list[_Tree] = []
         limit = min(max_tokens, self.longest_tree or max_tokens)
         for rows in self._groups(samples):
             trees += find_trees({row: ids[row] for row in rows}, price, limit)
         cut: list[tuple[int, ...]] = []
-        for number in _cut([each.num_tokens for each in trees], max_tokens, cost):
+        for number in _cut([tree.num_tokens for tree in trees], max_tokens, cost):
             cut.append(tuple(row for tree in number for row in trees[tree].rows))
         alone = sorted(set(range(len(ids))) - {row for rows in cut for row in rows})
         for rows in _cut([min(len(ids[row]), max_tokens) for row in alone], max_tokens, cost):
@@ -86,11 +104,13 @@ class SharedPrefix:
         for tree in trees:
             for row in tree.rows[1:]:
                 shared[row] = tree.prefix
-        lengths = tuple(samples.lengths)
-        return Plan(tuple(cut), lengths, tuple(range(len(lengths))), shared=tuple(shared) if trees else ())
+        return Plan(tuple(cut), tuple(lengths), tuple(range(len(lengths))), shared=tuple(shared) if trees else ())
 
-    def check(self, samples: Samples, plan: Plan) -> None:
+    def check_plan(self, samples: Samples, plan: Plan) -> None:
         """Raise `PlanError` if samples that share a prefix in ``plan`` begin otherwise here, or a tree is too long."""
+        super().check_plan(samples, replace(plan, shared=()))
+        if not plan.shared:
+            return
         ids = self._tokens(samples)
         for rows in plan.microbatches:
             trees = Counter(plan.firsts_of(rows))
@@ -107,16 +127,16 @@ class SharedPrefix:
                         "give it with the samples that it was made for, in their order"
                     )
 
-    def lay_out(self, microbatch: Microbatch, lengths: Sequence[int], shared: Sequence[int]) -> None:
-        """Note the trees of a microbatch: samples of these lengths, and what each shares with those before it."""
-        ids: Tensor = microbatch[IDS]
-        _TREES[ids] = Layout.of(lengths, shared, ids.shape[1]) if any(shared[1:]) else None, count_writes(ids)
+    def check(self, samples: Samples, plan: Plan, hooks: Any) -> None:
+        """Let the samples of a plan with trees note those of each microbatch."""
+        if plan.shared:
+            samples.batching = _Trees(self, samples.lengths, plan.shared)
 
-    def follow(self, microbatch: Microbatch, moved: Microbatch) -> None:
-        """Note the trees of a microbatch for its copy."""
-        ids: Tensor = moved[IDS]
-        known: Any = _TREES.get(microbatch[IDS], (None, 0))
-        _TREES[ids] = to_device(known[0], ids.device), count_writes(ids)
+    @contextlib.contextmanager
+    def surround_call(self, model: Any, plan: Plan, num_microbatches: int) -> Generator[None]:
+        """Run each microbatch that has trees as trees."""
+        with self.pad.watched(), self.computing(model) if plan.shared else contextlib.nullcontext():
+            yield
 
     @contextlib.contextmanager
     def computing(self, model: Any) -> Generator[None]:
@@ -145,13 +165,14 @@ class SharedPrefix:
     def _tokens(self, samples: Samples) -> list[np.ndarray]:
         """Return the tokens of each sample. Raises `PlanError` for samples that have none."""
         ids = samples.column(IDS)
-        for sample, (each, length) in enumerate(zip(ids, samples.lengths, strict=True)):
-            if each.ndim != 1 or each.is_floating_point() or each.device.type != "cpu" or len(each) != length:
+        for sample, (tokens, length) in enumerate(zip(ids, samples.lengths, strict=True)):
+            if tokens.ndim != 1 or tokens.is_floating_point() or tokens.device.type != "cpu" or len(tokens) != length:
                 raise PlanError(
-                    f"sample {sample} has input_ids of {each.dtype}, shape {tuple(each.shape)}, on {each.device}, and "
-                    f"the length {length}; SharedPrefix wants [T] of whole numbers on the CPU, T its length"
+                    f"sample {sample} has input_ids of {tokens.dtype}, shape {tuple(tokens.shape)}, on "
+                    f"{tokens.device}, and the length {length}; SharedPrefix wants [T] of whole numbers on the CPU, "
+                    "T its length"
                 )
-        return [each.long().numpy() for each in ids]
+        return [tokens.long().numpy() for tokens in ids]
 
     def _groups(self, samples: Samples) -> list[list[int]]:
         """Return the samples that may share a prefix."""
@@ -161,6 +182,41 @@ class SharedPrefix:
         for row, value in enumerate(samples.column(self.group)):
             groups.setdefault(value.item(), []).append(row)
         return list(groups.values())
+
+
+class _Trees(Batching):
+    """Collates the samples of one plan, and notes the trees of each microbatch.
+
+    Args:
+        origin: Collates the samples.
+        lengths: Tokens of each sample.
+        shared: Tokens that each sample shares with those before it.
+    """
+
+    def __init__(self, origin: SharedPrefix, lengths: Sequence[int], shared: Sequence[int]) -> None:
+        super().__init__(origin, origin.pad)
+        self._origin, self._lengths, self._shared = origin, lengths, shared
+
+    @property
+    def origin(self) -> Batching:
+        """The batching of all calls."""
+        return self._origin
+
+    def collate(self, samples: list[Any], rows: Sequence[int]) -> Microbatch:
+        """Return samples as one microbatch."""
+        microbatch = self._origin.collate(samples, rows)
+        ids: Tensor = microbatch[IDS]
+        lengths, shared = ([values[row] for row in rows] for values in (self._lengths, self._shared))
+        _TREES[ids] = Layout.of(lengths, shared, ids.shape[1]) if any(shared[1:]) else None, count_writes(ids)
+        return microbatch
+
+    def copied(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """Return the copy of a microbatch, whose trees are noted, too."""
+        copy = super().copied(microbatch, moved)
+        ids: Tensor = copy[IDS]
+        known: Any = _TREES.get(microbatch[IDS], (None, 0))
+        _TREES[ids] = to_device(known[0], ids.device), count_writes(ids)
+        return copy
 
 
 class _Tree(NamedTuple):
@@ -181,7 +237,7 @@ def find_trees(ids: Mapping[int, np.ndarray], cost: CostModel, max_tokens: int) 
         cost: Prices samples and trees.
         max_tokens: Most tokens of a tree.
     """
-    order, lengths = sorted(ids, key=lambda row: ids[row].tobytes()), {row: len(each) for row, each in ids.items()}
+    order, lengths = sorted(ids, key=lambda row: ids[row].tobytes()), {row: len(tokens) for row, tokens in ids.items()}
     begins = [_common(ids[a], ids[b]) for a, b in pairwise(order)]
     nested: list[tuple[int, list[int], list[_Tree]]] = [(0, [], [])]  # prefixes, samples that have it, and their trees
     for row, shared in zip(order, [*begins, 0], strict=False):
@@ -196,7 +252,7 @@ def find_trees(ids: Mapping[int, np.ndarray], cost: CostModel, max_tokens: int) 
             if nested[-1][0] < shared:
                 nested.append((shared, [], []))
             nested[-1][1].extend(rows)
-            nested[-1][2].extend(max(joined, trees, key=lambda each: sum(tree.saved for tree in each)))
+            nested[-1][2].extend(max(joined, trees, key=lambda candidate: sum(tree.saved for tree in candidate)))
     return nested[0][2]
 
 
@@ -266,15 +322,15 @@ class Layout(NamedTuple):
                 target[sample, prefix : lengths[sample]] = number * width + np.arange(start, end)
                 target[sample, lengths[sample] :] = target[sample, lengths[sample] - 1]
             branch[number, : row[-1][1]] = 0
-        made = (source, branch, source % longest, target)
-        return cls(*map(torch.from_numpy, made))
+        arrays = (source, branch, source % longest, target)
+        return cls(*map(torch.from_numpy, arrays))
 
     def inputs(self, ids: Tensor, *, additive: bool) -> dict[str, Any]:
         """Return the inputs of the model for ``ids`` [B, T]. Its mask [R, 1, S, S] is boolean, or is added."""
         size = self.branch.shape[1]
         is_before = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril()
-        own, other = self.branch[:, :, None], self.branch[:, None, :]
-        mask = (is_before & ((own == other) | (other == 0)))[:, None]
+        query_branch, key_branch = self.branch[:, :, None], self.branch[:, None, :]
+        mask = (is_before & ((query_branch == key_branch) | (key_branch == 0)))[:, None]
         if additive:
             mask = torch.zeros(mask.shape, device=ids.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
         return {IDS: ids.flatten()[self.source], POSITIONS: self.position, MASK: mask}
@@ -298,11 +354,11 @@ def _layout_of(placed: tuple[Any, ...], named: Mapping[str, Any]) -> Layout | No
             'the loss writes to microbatch["input_ids"], whose shared prefixes are known; write to a copy, and leave '
             "SharedPrefix out"
         )
-    given = [name for name, value in named.items() if value is not None and name not in HANDED_ON]
-    if layout is not None and (given or len(placed) > 1):
+    other_inputs = [name for name, value in named.items() if value is not None and name not in HANDED_ON]
+    if layout is not None and (other_inputs or len(placed) > 1):
         raise LossContractError(
-            f"the loss gives the model {', '.join(given) or 'more than the tokens by place'}, which a tree would "
-            "replace or not read; give it the tokens alone, or leave SharedPrefix out"
+            f"the loss gives the model {', '.join(other_inputs) or 'more than the tokens by place'}, which a tree "
+            "would replace or not read; give it the tokens alone, or leave SharedPrefix out"
         )
     return layout
 
@@ -311,9 +367,10 @@ def _gathered(layout: Layout, output: Any) -> Any:
     """Return the output of a model with the logits of samples, and nothing else, in place of those of trees."""
     logits: Any = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if type(logits) is not Tensor or logits.shape[:2] != layout.source.shape:
-        seen = f"{type(logits).__name__} of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
+        is_tensor = isinstance(logits, Tensor)
+        returned = f"{type(logits).__name__} of shape {tuple(logits.shape)}" if is_tensor else "no logits"
         raise LossContractError(
-            f"the model returns {seen} for trees of {tuple(layout.source.shape)} tokens; SharedPrefix wants whole "
+            f"the model returns {returned} for trees of {tuple(layout.source.shape)} tokens; SharedPrefix wants whole "
             "logits [B, T, V], of which it gathers those of samples; return them, or leave SharedPrefix out"
         )
     gathered = layout.gather(logits)
@@ -335,15 +392,16 @@ def is_eager(model: Any) -> bool:
 
 def _refuse_dropout(model: nn.Module) -> None:
     """Raise `PlanError` for a model that drops anything: samples would draw the same numbers for their prefix."""
-    found: list[str] = []
+    dropouts: list[str] = []
     for module in model.modules():
         if module.training and "Dropout" in type(module).__name__ and getattr(module, "p", 0):
-            found.append(type(module).__name__)
+            dropouts.append(type(module).__name__)
         if module.training:  # models hand the rates of attention and layers on as numbers
-            found += [name for name, value in vars(module).items() if "drop" in name and type(value) is float and value]
-    if found:
+            rates = [(name, rate) for name, rate in vars(module).items() if "drop" in name and type(rate) is float]
+            dropouts += [name for name, rate in rates if rate]
+    if dropouts:
         raise PlanError(
-            f"samples share a prefix and the model has dropout ({found[0]}), for which they would draw one number; "
+            f"samples share a prefix and the model has dropout ({dropouts[0]}), for which they would draw one number; "
             "set it to 0, call model.eval(), or leave SharedPrefix out"
         )
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megabatch.torch_private import pytree
+from megabatch.torch_private.operations import pytree
 
 
 def to_device(microbatch: Any, device: torch.device) -> Any:
@@ -47,15 +47,15 @@ def clone(microbatch: Any) -> Any:
 
 def memory_of(microbatch: Any) -> set[int]:
     """Return the addresses of a microbatch's storages."""
-    found: set[int] = set()
+    addresses: set[int] = set()
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
-            found.add(leaf.untyped_storage().data_ptr())
+            addresses.add(leaf.untyped_storage().data_ptr())
         return leaf
 
     each_leaf(microbatch, note)
-    return found - {0}
+    return addresses - {0}
 
 
 def each_leaf(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -63,15 +63,15 @@ def each_leaf(value: Any, function: Callable[[Any], Any]) -> Any:
 
     Mappings that torch's pytree does not know, as transformers' tokenizers return them, are no leaves.
     """
-    if type(value) is dict and all(type(each) is Tensor for each in value.values()):
+    if type(value) is dict and all(type(leaf) is Tensor for leaf in value.values()):
         return {name: function(leaf) for name, leaf in value.items()}  # a tenth of pytree's time
 
     def apply(leaf: Any) -> Any:
         if not isinstance(leaf, MutableMapping):
             return function(leaf)
-        made = copy.copy(cast(MutableMapping[Any, Any], leaf))
+        copied = copy.copy(cast(MutableMapping[Any, Any], leaf))
         for name, inner in leaf.items():
-            made[name] = each_leaf(inner, function)
-        return made
+            copied[name] = each_leaf(inner, function)
+        return copied
 
     return pytree.tree_map(apply, value)
