@@ -23,7 +23,7 @@ from megabatch.errors import LossContractError, MegabatchError, PlanError, requi
 from megabatch.losses.contract import LossFunction, Term, loss
 from megabatch.losses.ready_made import HALF_TYPES, next_token_beside
 from megabatch.pipeline.stages import Pipeline
-from megabatch.torch_private import pytree
+from megabatch.torch_private.operations import pytree
 
 __all__ = [
     "ExpertBias", "config_coefficient", "has_experts", "next_token_with_balance", "sequence_balance", "with_tokens",
@@ -66,7 +66,7 @@ def sequence_balance(
         raise PlanError("router_logits has no layers; ask the model for them (output_router_logits=True)")
     loads, shares = zip(*(_means(logits, attention_mask, top_k, SCORES[scores]) for logits in layers), strict=True)
     device = layers[0].device  # of the first layer: others may be elsewhere
-    load, share = (torch.stack([each.to(device) for each in means]) for means in (loads, shares))  # [layers, B, E]
+    load, share = (torch.stack([mean.to(device) for mean in means]) for means in (loads, shares))  # [layers, B, E]
     return (load.mean(0) * share.mean(0)).sum() if pool_layers else (load * share).sum()
 
 
@@ -162,7 +162,7 @@ def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Term, Sequence[T
             f"the model returned a {type(output).__name__} without router_logits; give one that returns them when it "
             "is called with output_router_logits=True, or losses.next_token"
         )
-    if term.total.requires_grad and not any(each.requires_grad for each in router_logits):
+    if term.total.requires_grad and not any(router_logit.requires_grad for router_logit in router_logits):
         raise LossContractError(
             "router_logits carry no gradient, so the balance trains nothing; checkpoint activations with "
             "use_reentrant=False, unfreeze the routers or what is before them, or take losses.next_token"
@@ -265,7 +265,7 @@ class ExpertBias:
         counts = torch.cat(list(self._counts.values()))
         for group in self._gradient.ranks.groups:
             dist.all_reduce(counts, group=group)
-        sizes = [len(each) for each in self._counts.values()]
+        sizes = [len(count) for count in self._counts.values()]
         loads = dict(zip(self._routers, counts.split(sizes), strict=True))
         for path, load in loads.items():
             bias = self._bias(path)

@@ -43,7 +43,7 @@ def orders_of(schedule: str, num_ranks: int, per_rank: int, num_microbatches: in
         for index in kind.indices(0, num_ranks, per_rank)
     ]  # what torch reads of stages to order their actions
     orders: dict[int, list[Any]] = kind.make(stages, num_microbatches).pipeline_order
-    return [[action for each in orders[rank] for action in _read(each)] for rank in range(num_ranks)]
+    return [[action for combined in orders[rank] for action in _read(combined)] for rank in range(num_ranks)]
 
 
 def order_of_stage(stage: int, num_early: int, num_microbatches: int) -> Iterator[Action]:
@@ -61,7 +61,7 @@ def _read(action: Any) -> list[Action]:
     if action is None:
         return []
     if action.sub_actions:
-        return [each for part in action.sub_actions for each in _read(part)]
+        return [sub_action for part in action.sub_actions for sub_action in _read(part)]
     return [Action(action.computation_type.value, action.stage_index, action.microbatch_index)]
 
 
@@ -71,11 +71,11 @@ def count_held(schedule: str, num_ranks: int, per_rank: int, rank: int, num_micr
 
     Arguments as for `orders_of`.
     """
-    alive = most = 0
+    alive = max_alive = 0
     for action in orders_of(schedule, num_ranks, per_rank, num_microbatches)[rank]:
         alive += {FORWARD: 1, WEIGHT_GRADIENT: 0}.get(action.kind, -1)
-        most = max(most, alive)
-    return most / per_rank
+        max_alive = max(max_alive, alive)
+    return max_alive / per_rank
 
 
 @cache
@@ -122,14 +122,15 @@ def finish_seconds(
 
     def ready(rank: int, action: Action) -> float | None:
         """Return when the input of an action is there; None if what makes it has not run."""
-        found = 0.0
-        for each in _needed(action, num_stages):
-            made = next((done[one] for one in each if one in done), None)
-            if made is None:
+        ready_seconds = 0.0
+        for makers in _needed(action, num_stages):
+            made_seconds = next((done[maker] for maker in makers if maker in done), None)
+            if made_seconds is None:
                 return None
-            other = rank_of[each[0].stage]
-            found = max(found, made + (message_seconds(other, rank) if other != rank else 0.0))
-        return found
+            maker_rank = rank_of[makers[0].stage]
+            sent_seconds = message_seconds(maker_rank, rank) if maker_rank != rank else 0.0
+            ready_seconds = max(ready_seconds, made_seconds + sent_seconds)
+        return ready_seconds
 
     moved = True
     while moved:
@@ -155,4 +156,4 @@ def _needed(action: Action, num_stages: int) -> list[list[Action]]:
         return []
     if stage == num_stages - 1:
         return [[Action(FORWARD, stage, index)]]
-    return [[Action(made, stage + 1, index) for made in (BACKWARD, INPUT_GRADIENT)]]
+    return [[Action(backward, stage + 1, index) for backward in (BACKWARD, INPUT_GRADIENT)]]

@@ -37,7 +37,7 @@ from megabatch.losses.contract import (
 )
 from megabatch.pipeline.schedule_steps import group_microbatches
 from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
-from megabatch.torch_private import pytree
+from megabatch.torch_private.operations import pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
@@ -126,7 +126,7 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
 
 def _shapes_of_all(microbatches: Sequence[Microbatch], ranks: DataRanks) -> list[tuple[int, int]]:
     """Return the largest rows and columns of each microbatch over all ranks. Raises if their numbers differ."""
-    inputs = [Inputs((each,), {}) for each in microbatches]
+    inputs = [Inputs((microbatch,), {}) for microbatch in microbatches]
     shapes: list[list[tuple[int, int]]] = ranks.exchange_objects([(each.num_rows, each.num_columns) for each in inputs])
     if len(numbers := set(map(len, shapes))) > 1:
         raise PlanError(f"ranks were given {min(numbers)} and {max(numbers)} microbatches; give every rank as many")
@@ -162,7 +162,7 @@ class _Recorder:
                 "the loss calls the model under torch.autocast or torch.no_grad, which does not reach the stages of a "
                 "Pipeline; enter it in the stages' own forward"
             )
-        if any(each.requires_grad for each in inputs.tensors):
+        if any(tensor.requires_grad for tensor in inputs.tensors):
             raise PlanError(
                 "the loss gives the model an input that carries a gradient, which would end at the first stage of the "
                 "Pipeline; compute that input in the first stage"
@@ -336,7 +336,7 @@ class _LastStage:
         assert model.structure is not None  # the stage has just returned it
         leaves = crop_output(output, model.output, self._inputs[index - self._start], self._calls[index])
         if self._opened is None and self._with_graph:  # an evaluation that asks which totals are differentiable
-            leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in leaves]
+            leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in leaves]
         answer = _Answer(pytree.tree_unflatten(leaves, model.structure))
         with torch.set_grad_enabled(self._with_graph):
             terms = terms_of(self._loss_fn(answer, self.steps[index].microbatch))

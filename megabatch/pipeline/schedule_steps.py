@@ -12,6 +12,7 @@ from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatc
 from megabatch.errors import PlanError
 from megabatch.losses.contract import LossHooks, Prepare, Weigh
 from megabatch.pipeline.stages import SCHEDULES, Pipeline
+from megabatch.planners.stretch_planner import StretchPlanner
 from megabatch.planning.partition import group_neighbors
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
 from megabatch.wrappers.base import Wrapper
@@ -54,10 +55,10 @@ class SchedulePlanner(MicrobatchPlanner):
         if self.ranks.degree == 1:
             return self
         try:
-            own = self._summarize(self.samples(batch).lengths)
+            summary = self._summarize(self.samples(batch).lengths)
         except Exception:  # the user's length may raise anything; `prepare` raises it again and tells the other ranks
-            own = self._summarize([])
-        return replace(self, of_all=tuple(self.ranks.exchange_objects(own)[: self.ranks.degree]))
+            summary = self._summarize([])
+        return replace(self, of_all=tuple(self.ranks.exchange_objects(summary)[: self.ranks.degree]))
 
     def complete(
         self, prepared: PreparedBatch, agreement: CallAgreement, hooks: LossHooks, wrapper: Wrapper
@@ -77,17 +78,6 @@ class SchedulePlanner(MicrobatchPlanner):
         """Return False if the plan depends on a message between ranks."""
         return self.ranks.degree == 1 and super().is_repeatable(hooks)
 
-    def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
-        """Return the batch as samples. `run_schedule` cuts microbatches over "cp", those of a step to one length."""
-        if self.ranks.context_groups:
-            return Samples(batch, self.collate, self.length, pad=self.padding)
-        return super().samples(batch, prepare)
-
-    def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
-        """Return the function that counts what this rank weighs of a whole microbatch."""
-        rank, degree = self.ranks.context_rank, self.ranks.context_degree
-        return weigh and (lambda microbatch: weigh(stretch(microbatch, rank, degree)))
-
     def plan(self, samples: Samples) -> Plan:
         """Return the plan by which samples are split into microbatches."""
         lengths = samples.lengths
@@ -101,7 +91,7 @@ class SchedulePlanner(MicrobatchPlanner):
             tuple(range(len(lengths))),
             sync,
             reason,
-            steps=tuple(each.num_microbatches for each in steps),
+            steps=tuple(step.num_microbatches for step in steps),
         )
         return plan if self.cost is None else priced(plan, self.cost)
 
@@ -119,11 +109,21 @@ class SchedulePlanner(MicrobatchPlanner):
 
     def _summarize(self, lengths: Sequence[int]) -> RankLengths:
         """Return the numbers by which all ranks choose the same steps."""
-        rows, tokens, learned = self.micro_batch_size, self.max_microbatch_tokens, self.learned
-        if learned is not None:
-            rows = None if rows is None else min(rows, learned.samples)
-            tokens = None if tokens is None else max(1, min(tokens, learned.tokens))
-        return _count_lengths(lengths, rows, tokens, self.cost)
+        return _count_lengths(lengths, *self.limits, self.cost)
+
+
+@dataclass(frozen=True)
+class StretchSchedulePlanner(StretchPlanner, SchedulePlanner):
+    """Splits samples into schedule steps, of which `run_schedule` cuts all microbatches to one length over "cp"."""
+
+    def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
+        """Return the batch as whole samples."""
+        return self.batching.samples(batch, self.length)
+
+    def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
+        """Return the function that counts what this rank weighs of a whole microbatch."""
+        rank, degree = self.ranks.context_rank, self.ranks.context_degree
+        return weigh and (lambda microbatch: weigh(stretch(microbatch, rank, degree)))
 
 
 def _count_lengths(
@@ -148,7 +148,7 @@ def plan_steps(
         micro_batch_size: As for `GradientAccumulator`; this or ``max_microbatch_tokens``.
         max_microbatch_tokens: As for `GradientAccumulator`.
     """
-    ranks = [_count_lengths(each, micro_batch_size, max_microbatch_tokens, None) for each in lengths]
+    ranks = [_count_lengths(length, micro_batch_size, max_microbatch_tokens, None) for length in lengths]
 
     def runnable(number: int) -> int:
         return number and SCHEDULES[schedule].runnable(number, num_ranks, num_ranks * per_rank)
@@ -164,25 +164,26 @@ def choose_steps(ranks: Sequence[RankLengths], runnable: Callable[[int], int], b
         runnable: `Pipeline.runnable`.
         bubble: `Pipeline.bubble`.
     """
-    lengths = np.unique(np.concatenate([np.asarray(each.lengths, dtype=np.int64) for each in ranks]))[::-1]
+    of_ranks = [np.asarray(rank_lengths.lengths, dtype=np.int64) for rank_lengths in ranks]
+    lengths = np.unique(np.concatenate(of_ranks))[::-1]
     if not len(lengths):
         return []
     if len(lengths) > MOST_LENGTHS:
         lengths = lengths[np.linspace(0, len(lengths) - 1, MOST_LENGTHS).astype(np.int64)]
     before = np.zeros((len(ranks), len(lengths) + 1), dtype=np.int64)  # samples of each rank that are longer
-    for rank, each in enumerate(ranks):
-        place = len(lengths) - 1 - np.searchsorted(lengths[::-1], each.lengths)
-        np.add.at(before[rank], place + 1, each.counts)
+    for rank, rank_lengths in enumerate(ranks):
+        place = len(lengths) - 1 - np.searchsorted(lengths[::-1], rank_lengths.lengths)
+        np.add.at(before[rank], place + 1, rank_lengths.counts)
     before = before.cumsum(axis=1)
-    rows_of = [max(1, min(_rows(each, length) for each in ranks)) for length in map(int, lengths)]
+    rows_of = [max(1, min(_rows(rank_lengths, length) for rank_lengths in ranks)) for length in map(int, lengths)]
     # As for microbatches that run one by one: without a given cost, a launch costs a share of the largest microbatch.
     cost = ranks[0].cost or CostModel(seconds_per_microbatch=rows_of[0] * int(lengths[0]) / LAUNCH_SHARE)
-    most = -(-int(before[:, -1].max()) // min(rows_of))
-    whole = np.array([runnable(number) for number in range(most + 1)])
+    max_number = -(-int(before[:, -1].max()) // min(rows_of))
+    runnable_numbers = np.array([runnable(number) for number in range(max_number + 1)])
     numbers, rows_in, prices = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for start, length in enumerate(map(int, lengths)):
         samples = (before[:, start + 1 :] - before[:, start : start + 1]).max(axis=0)  # [ends], of the rank with most
-        number = whole[-(-samples // rows_of[start])]
+        number = runnable_numbers[-(-samples // rows_of[start])]
         rows = -(-samples // number)
         numbers.append(number)
         rows_in.append(rows)
@@ -227,7 +228,7 @@ def group_microbatches(
     order = sorted(range(len(shapes)), key=lambda index: -shapes[index][1])
     rows = np.array([shapes[index][0] for index in order])
     numbers = np.array([runnable(number) for number in range(1, len(order) + 1)])
-    cost = CostModel(seconds_per_microbatch=max(each * columns for each, columns in shapes) / LAUNCH_SHARE)
+    cost = CostModel(seconds_per_microbatch=max(num_rows * columns for num_rows, columns in shapes) / LAUNCH_SHARE)
     prices = [
         (numbers[: len(order) - start] + bubble)
         * cost.seconds(cast(Any, np.maximum.accumulate(rows[start:])), max(1, shapes[first][1]))

@@ -24,12 +24,16 @@ from megabatch.engine.error_broadcast import is_of_message, is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.pipeline.tied import TiedParameters
 from megabatch.planning.partition import MOST_STEPS
-from megabatch.torch_private import check_feature, is_fsdp2, is_replicate_module, original_of, pytree, run_schedule
+from megabatch.torch_private.classes import is_fsdp2, is_replicate_module
+from megabatch.torch_private.module_members import original_of
+from megabatch.torch_private.operations import pytree
+from megabatch.torch_private.pipeline_schedules import run_schedule
+from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper
 from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
 from megabatch.wrappers.detect import wrapper_of_one
 from megabatch.wrappers.gradients import WideGradients
-from megabatch.wrappers.mesh import DataRanks, check_axes
+from megabatch.wrappers.mesh import DataRanks, check_axes, is_expert
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
 KEPT_SCHEDULES = 2 * MOST_STEPS  # each keeps buffers for everything that its step sends from stage to stage
@@ -230,7 +234,7 @@ class Pipeline(SelfWrapped):
     def _schedule(
         self, inputs: Inputs, num_microbatches: int, device: torch.device, backward: bool
     ) -> tuple[Any, list["_Stage"]]:
-        shapes = tuple((each.shape, each.dtype) for each in inputs.tensors)
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs.tensors)
         key = (shapes, tuple(inputs.kwargs), num_microbatches, backward)
         if key not in self._schedules:
             while len(self._schedules) >= KEPT_SCHEDULES:
@@ -295,8 +299,8 @@ class _Stage(PipelineStage):
                 failed.strands_others = True  # the error broadcast tells them
                 raise failed from error
             self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
-            zeros = (torch.zeros_like(each, device=self.device) for each in self._outputs)
-            return tuple(each + nothing_of((args, kwargs)) if each.is_floating_point() else each for each in zeros)
+            zeros = (torch.zeros_like(output, device=self.device) for output in self._outputs)
+            return tuple(zero + nothing_of((args, kwargs)) if zero.is_floating_point() else zero for zero in zeros)
         return returned
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -414,15 +418,20 @@ class PipelineWrapper(MultiModelWrapper):
 def check_stage(stage: nn.Module, schedule: str) -> None:
     """Refuse a stage without trained parameters, or in a wrapper that would reduce at the wrong time."""
     wrapped = cast(nn.Module, original_of(stage))
+    if any(map(is_expert, stage.parameters())):
+        raise PlanError(
+            "a stage has experts on ranks of their own (mesh axis 'ep'), and a pipeline's schedules do not wait for "
+            "other data ranks; keep every expert on every rank, or leave the pipeline out"
+        )
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         raise PlanError("no parameter of a stage requires a gradient; cut the model so that every stage trains some")
-    inside = any(isinstance(each, FSDPModule | DistributedDataParallel) for each in wrapped.modules())
+    inside = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in wrapped.modules())
     if inside and not isinstance(stage, FSDPModule | DistributedDataParallel):
         raise PlanError(
             "a wrapper is inside a stage, where the schedule does not find it; call fully_shard on the stage itself "
             "too, and compile with stage.compile() instead of torch.compile(stage)"
         )
-    if any(isinstance(each, FullyShardedDataParallel) for each in wrapped.modules()):
+    if any(isinstance(module, FullyShardedDataParallel) for module in wrapped.modules()):
         raise PlanError("a stage is wrapped by FSDP1, which a pipeline cannot hold back; use FSDP2's fully_shard")
     if isinstance(stage, DistributedDataParallel) and SCHEDULES[schedule].splits:
         raise PlanError(

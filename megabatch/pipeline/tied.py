@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import is_dtensor
+from megabatch.torch_private.classes import is_dtensor
 from megabatch.wrappers.base import local
 from megabatch.wrappers.checks import checksum
 from megabatch.wrappers.mesh import DataRanks
@@ -123,4 +123,6 @@ def _group_of(holders: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessG
     if len(holders) == group.size():
         return group
     ranks = dist.get_process_group_ranks(group)
-    return cast(dist.ProcessGroup, dist.new_group([ranks[each] for each in holders], use_local_synchronization=True))
+    return cast(
+        dist.ProcessGroup, dist.new_group([ranks[holder] for holder in holders], use_local_synchronization=True)
+    )

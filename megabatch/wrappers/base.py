@@ -7,7 +7,7 @@ the wrapper's own division. Gradients are therefore sums over data and context r
 import contextlib
 import zlib
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -20,17 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.torch_private import (
+from megabatch.torch_private.autograd import (
     HOMES_OF_HOOKS,
     home_of_hook,
     hooks_after_grad,
     hooks_before_grad,
-    is_dtensor,
-    is_partial,
-    members_of_module,
-    optimizers_in_backward,
     own_of_parameter,
 )
+from megabatch.torch_private.classes import is_dtensor, is_partial
+from megabatch.torch_private.module_members import members_of_module
+from megabatch.torch_private.optimizers import optimizers_in_backward
 from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
@@ -38,6 +37,7 @@ DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 Choice = tuple[str, str]  # a policy, "last", "every", "gather_once" or "replica_last", and why
 BUCKET_BYTES = 25 * 2**20  # of gradients that are summed together, as in DDP
 BUCKETS_IN_FLIGHT = 3
+MAX_COMPARED_CALLS = 8  # in which ranks compare each collective: a loss made anew for each call is always new
 END = -1  # in place of the number of a collective
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
 CHANGED = (
@@ -53,6 +53,16 @@ class CollectiveOrder:
     digest: int = 0
     wants_comparison: bool = False  # this rank has a new loss in the call that ranks agree on
     is_compared: bool = False  # ranks compare each collective before it begins, not only the hash at the end
+    num_compared_calls: int = 0
+
+    def want_comparison(self, *, is_new: bool) -> None:
+        """Ask to compare each collective of the next call, which has a new loss."""
+        self.wants_comparison = is_new and self.num_compared_calls < MAX_COMPARED_CALLS
+
+    def begin_call(self, *, is_compared: bool) -> None:
+        """Compare each collective until the call ends, if any rank has asked for it."""
+        self.is_compared = is_compared
+        self.num_compared_calls += is_compared
 
     def note(self, number: int) -> None:
         """Mix in one gather or reduction."""
@@ -84,7 +94,7 @@ class Wrapper:
         self.parameters = trainable(model)
         self.collective_order = CollectiveOrder()
         self.index = 0  # among the models of a list, which share one order
-        self._dtypes = [each.dtype for each in self.parameters]
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.device = next(model.parameters()).device  # where the model expects its inputs
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks with further parts of the gradient, not in a DTensor
         self._wide = WideGradients(self.parameters, None)
@@ -176,6 +186,12 @@ class Wrapper:
         """Surround a forward with a graph that no backward follows."""
         return contextlib.nullcontext()
 
+    def before_agreement(self, *, is_new: bool) -> None:
+        """Prepare for the message by which ranks agree on a call.
+
+        ``is_new`` is True for a loss that no call had before, and whose microbatches run one by one.
+        """
+
     def begin_call(self, policy: str) -> None:
         """Prepare for the microbatches of a call. ``loss_factor`` is then the same for all of them. Collective."""
 
@@ -231,6 +247,14 @@ class Wrapper:
                 f"sync is {policy!r}, which is for FSDP2, and the model has {self.kind_name}; leave sync out, or "
                 "shard with fully_shard"
             )
+
+
+def policies_of_call(policy: str, num_microbatches: int) -> list[str]:
+    """Return the policy of each microbatch of a call. Under "every:K" it is "every" for each K-th, and else "last"."""
+    name, _, period = policy.partition(":")
+    if not period:
+        return [policy] * num_microbatches
+    return ["last" if number % int(period) else name for number in range(1, num_microbatches + 1)]
 
 
 class SelfWrapped(nn.Module, ABC):
@@ -303,15 +327,19 @@ def _end_sum(bucket: list[Tensor], flat: Tensor, work: dist.Work) -> None:
 def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
     """Yield tensors in their order, in lists of one dtype and device: `BUCKET_BYTES` at most, or one tensor."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.nbytes >= BUCKET_BYTES:
             yield [tensor]
             continue
-        bucket = open_buckets.setdefault((tensor.dtype, tensor.device), [])
-        if sum(each.nbytes for each in bucket) + tensor.nbytes > BUCKET_BYTES:
+        kind = tensor.dtype, tensor.device
+        bucket = open_buckets.setdefault(kind, [])
+        if num_bytes[kind] + tensor.nbytes > BUCKET_BYTES:
             yield bucket.copy()
             bucket.clear()
+            num_bytes[kind] = 0
         bucket.append(tensor)
+        num_bytes[kind] += tensor.nbytes
     yield from filter(None, open_buckets.values())
 
 

@@ -20,16 +20,11 @@ from torch.nn.parameter import UninitializedParameter
 
 from megabatch.batching.padding import with_config
 from megabatch.errors import PlanError
-from megabatch.torch_private import (
-    forward_pre_hooks,
-    fsdp_policy,
-    hooks_after_grad,
-    is_dtensor,
-    is_fsdp1,
-    is_fsdp2,
-    is_given_to_replicate,
-    is_traceable_wrapper_subclass,
-)
+from megabatch.torch_private.autograd import hooks_after_grad
+from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
+from megabatch.torch_private.fsdp2_groups import fsdp_policy
+from megabatch.torch_private.module_members import forward_pre_hooks, is_given_to_replicate
+from megabatch.torch_private.operations import is_traceable_wrapper_subclass
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.gradients import WideGradients, check_reduction, refuse_float16
 
@@ -88,7 +83,7 @@ def check_tied(model: nn.Module) -> None:
         ends = inner.get_input_embeddings(), inner.get_output_embeddings()
     except (AttributeError, NotImplementedError):  # not of transformers, or of images and the like
         return
-    first, last = (getattr(each, "weight", None) for each in ends)
+    first, last = (getattr(end, "weight", None) for end in ends)
     are_two = first is not last and first is not None and last is not None
     if are_two and any(is_dtensor(each) and each.requires_grad for each in (first, last)):
         raise PlanError(
@@ -161,9 +156,7 @@ def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
         yield from hooks_after_grad(parameter)
 
 
-def check_rank_agreement(
-    wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None, shapes: object = None
-) -> None:
+def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None, planner: str) -> None:
     """Raise `PlanError` on all ranks where ranks that sum one gradient differ in model or settings. Collective.
 
     Ranks along tp and pp hold other parts of the model, so each is compared with those of the same coordinates there.
@@ -172,7 +165,7 @@ def check_rank_agreement(
     ranks = wrapper.ranks
     if ranks.num_weighing == 1:
         return
-    settings: Facts = [("sync", repr(policy)), ("accumulate_dtype", str(accumulate_dtype)), ("shapes", str(shapes))]
+    settings: Facts = [("sync", repr(policy)), ("accumulate_dtype", str(accumulate_dtype)), ("planner", planner)]
     facts = settings + _structure(wrapper.models)
     weights = _checksums(wrapper.models)
     seen = ranks.exchange_numbers([_digest(facts), _digest(weights)])
@@ -193,8 +186,8 @@ def _compare(one: tuple[int, Facts, Facts], other: tuple[int, Facts, Facts]) -> 
         if a != b:
             raise PlanError(
                 f"ranks sum the gradients of different models or settings: {a[0]} is {a[1]} on rank {one[0]}, and "
-                f"{b[0]} is {b[1]} on rank {other[0]}; make the model, freeze it and choose sync and accumulate_dtype "
-                "alike on all ranks"
+                f"{b[0]} is {b[1]} on rank {other[0]}; make the model, freeze it and choose sync, accumulate_dtype and "
+                "planner alike on all ranks"
             )
     for a, b in zip(one[2], other[2], strict=True):  # of the same parameters
         if a != b:
@@ -227,7 +220,7 @@ def _checksums(models: Sequence[nn.Module]) -> Facts:
         for name, parameter, _ in _parameters(whole):
             pieces = [checksum(each) for each in _local_tensors(parameter)]
             if pieces:
-                sums[name] = torch.stack([each.to(pieces[0].device) for each in pieces]).sum()
+                sums[name] = torch.stack([piece.to(pieces[0].device) for piece in pieces]).sum()
         by_device: dict[torch.device, list[str]] = {}
         for name, each in sums.items():
             by_device.setdefault(each.device, []).append(name)

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.torch_private import (
+from megabatch.torch_private.ddp_reducer import (
     broadcast_buffers,
     check_reduced,
     comm_hooks,
-    is_fake,
     is_joining,
-    num_begun,
     num_reduced,
     rebuild_buckets,
     settle_buckets,
     summing,
 )
+from megabatch.torch_private.operations import is_fake
+from megabatch.torch_private.process_groups import num_begun
 from megabatch.wrappers.base import Choice, Wrapper, stranding, zeros_of
 from megabatch.wrappers.checks import check_ddp_precision
 from megabatch.wrappers.gradients import WideGradients
@@ -245,7 +245,11 @@ def _noting_group(
     for index, ddp in ddps.items():
         turn = partial(turn_to, index)
         hooks.append(ddp.register_forward_pre_hook(turn))
-        hooks += [each.register_post_accumulate_grad_hook(turn) for each in ddp.parameters() if each.requires_grad]
+        hooks += [
+            parameter.register_post_accumulate_grad_hook(turn)
+            for parameter in ddp.parameters()
+            if parameter.requires_grad
+        ]
     try:
         yield
     finally:
@@ -256,7 +260,7 @@ def _noting_group(
 
 def _sparse_parameters(ddp: DistributedDataParallel) -> set[Tensor]:
     """Return the parameters whose gradients DDP expects to be sparse."""
-    tables = (each for each in ddp.module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    tables = (module for module in ddp.module.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     return {table.weight for table in tables if table.sparse}
 
 

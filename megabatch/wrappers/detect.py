@@ -2,6 +2,7 @@
 
 "last"          reduce once per call, with the last microbatch
 "every"         reduce with each microbatch
+"every:K"       reduce with each K-th microbatch of a call, and with its last
 "replica_last"  HSDP: reduce-scatter with each microbatch, all-reduce once per call
 "gather_once"   FSDP2: gather parameters once per call, reduce-scatter with each microbatch; HSDP: all-reduce once
 "auto"          the policy that suits the wrapper
@@ -17,11 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import is_dtensor, is_fsdp1, is_fsdp2, original_of, param_groups, root_mesh
+from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
+from megabatch.torch_private.fsdp2_groups import param_groups
+from megabatch.torch_private.module_members import original_of
+from megabatch.torch_private.process_groups import root_mesh
 from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper, trainable
 from megabatch.wrappers.checks import check_dtensors, check_tied, refuse_foreign, refuse_torchscript, refuse_unknown
 from megabatch.wrappers.ddp import DDPWrapper
-from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, check_axes
+from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, is_expert
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
 POLICIES = ("auto", "last", "every", "gather_once", "replica_last")
@@ -32,9 +36,17 @@ def choose_policy(wrapper: Wrapper, policy: str) -> Choice:
     """Return the policy that ``policy`` means for this wrapper, and the reason."""
     if str(policy).startswith("gather_once:"):
         raise PlanError(f"sync is {policy!r}, and parts of the parameters stay gathered no longer; give 'gather_once'")
-    if policy not in POLICIES:
-        raise PlanError(f"sync is {policy!r}; expected one of {', '.join(POLICIES)}")
-    return wrapper.choose(policy)
+    if policy in POLICIES:
+        return wrapper.choose(policy)
+    name, _, period = str(policy).partition(":")
+    if name != "every" or not (period.isascii() and period.isdigit() and int(period) > 0):
+        raise PlanError(f"sync is {policy!r}; expected one of {', '.join(POLICIES)}, or 'every:4'")
+    if wrapper.is_pipeline:
+        return wrapper.choose(policy)
+    choice = wrapper.choose("every")
+    if int(period) == 1 or choice[0] != "every":
+        return choice
+    return policy, f"as asked: {wrapper.kind_name} keeps the whole gradient, and reduces {period} microbatches at once"
 
 
 def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
@@ -49,8 +61,6 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
     trained = [each for each in models if trainable(each)]  # a frozen reward or reference model needs no wrapper
     if not trained:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
-    if mesh is not None:
-        check_axes(mesh)
     wrappers = [wrapper_of_one(each, mesh) for each in trained]
     frozen = [each for each in models if not trainable(each)]
     return MultiModelWrapper(wrappers, frozen) if len(models) > 1 else wrappers[0]
@@ -61,6 +71,10 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
     refuse_foreign(model)
     check_tied(model)
     wrapper = original_of(model)  # torch.compile hides the wrapper
+    if any(map(is_expert, wrapper.parameters())):
+        from megabatch.wrappers import expert_parallel  # imports torch's FSDP, which is slow
+
+        return expert_parallel.wrapper_of_experts(model, wrapper, mesh)
     if isinstance(wrapper, DistributedDataParallel):
         group = wrapper.process_group
         assert isinstance(group, dist.ProcessGroup)
@@ -107,7 +121,7 @@ def _root(mesh: DeviceMesh) -> DeviceMesh | None:
 def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, own: DeviceMesh | None) -> DataRanks:
     """Return the ranks of a wrapper that reduces over ``groups``, which must match the axes of the mesh."""
     # Without known axis names, the ranks that the wrapper reduces over are all data ranks.
-    if mesh is None and (own is None or not _agrees(groups, own)):
+    if mesh is None and (own is None or not _is_within(groups, own)):
         return DataRanks(groups)
     mesh = mesh or own
     assert mesh is not None  # one of the two is there
@@ -122,11 +136,18 @@ def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, own: De
 
 def _agrees(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> bool:
     """Return True if the groups hold the ranks along the mesh's data and context axes."""
+    return prod(group.size() for group in groups) == len(_summing_ranks(mesh)) and _is_within(groups, mesh)
+
+
+def _is_within(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> bool:
+    """Return True if the groups hold no other ranks than those along the mesh's data and context axes."""
+    return {rank for group in groups for rank in dist.get_process_group_ranks(group)} <= _summing_ranks(mesh)
+
+
+def _summing_ranks(mesh: DeviceMesh) -> set[int]:
+    """Return the ranks along the mesh's data and context axes: weights are summed over them, and so are gradients."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # only its ranks come here
-    names = mesh.mesh_dim_names or ()
-    # Weights are summed over data and context axes, and so are gradients.
-    summed = [name in DATA_AXES + CONTEXT_AXES for name in names]
-    along = mesh.mesh[tuple(slice(None) if each else at for each, at in zip(summed, coordinate, strict=True))]
-    there = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-    return prod(group.size() for group in groups) == along.numel() and there <= set(along.flatten().tolist())
+    is_summed = [name in DATA_AXES + CONTEXT_AXES for name in mesh.mesh_dim_names or ()]
+    along = mesh.mesh[tuple(slice(None) if axis else at for axis, at in zip(is_summed, coordinate, strict=True))]
+    return set(along.flatten().tolist())

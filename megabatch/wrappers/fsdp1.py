@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import (
+from megabatch.torch_private.fsdp1_handles import (
     drop_flat_gradient,
     flat_parameters,
     has_comm_hook,
@@ -86,6 +86,11 @@ class FSDP1Wrapper(Wrapper):
     def finish_update(self) -> None:
         """Begin another hash of collectives. FSDP1 has reduced in the backward."""
         self.collective_order.reset()
+
+    def before_agreement(self, *, is_new: bool) -> None:
+        # A forward without a backward leaves weights gathered, perhaps those before the step.
+        self.reshard()
+        self.collective_order.want_comparison(is_new=is_new)
 
     def reshard(self) -> None:
         for state in self._states:

@@ -6,14 +6,15 @@ the same gradient.
 
 import contextlib
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.torch_private import (
-    check_feature,
+from megabatch.torch_private.fsdp2_groups import (
+    adopt_parameters,
     drop_fsdp_gradients,
     drop_gathers,
     finalizes_by_hand,
@@ -30,6 +31,7 @@ from megabatch.torch_private import (
     refuse_backward_to,
     unsharded_parameters,
 )
+from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper, stranding
 from megabatch.wrappers.checks import check_precision, check_wide
 from megabatch.wrappers.gradients import WideGradients
@@ -150,6 +152,11 @@ class FSDP2Wrapper(Wrapper):
         """Keep unsharded gradients, or the sums over a shard's ranks, until `finish_update`."""
         self.is_held = policy in ("last", "replica_last") or (policy == "gather_once" and self._has_replicas)
 
+    def before_agreement(self, *, is_new: bool) -> None:
+        # A forward without a backward leaves weights gathered, perhaps those before the step.
+        self.reshard()
+        self.collective_order.want_comparison(is_new=is_new)
+
     def reshard(self) -> None:
         drop_gathers(self._groups)
         for module in self._modules:
@@ -204,9 +211,10 @@ def _refuse_shard(*_: object) -> None:
     )
 
 
-def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:
-    """Return the process groups over which FSDP2 reduces. Raises `PlanError` for a trained parameter without one."""
+def managed_groups(model: nn.Module, modules: list[FSDPModule]) -> list[Any]:
+    """Return FSDP2's groups of parameters. Raises `PlanError` for a trained parameter in none of them."""
     groups = param_groups(modules)
+    adopt_parameters(groups)
     managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in managed:
@@ -214,8 +222,23 @@ def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.Pr
                 f"parameter {name!r} is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on "
                 "the root too, and reshard() after an evaluation"
             )
-    infos = [group.mesh_info for group in groups if any(each.sharded_param.requires_grad for each in group.fsdp_params)]
+    return groups
+
+
+def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:
+    """Return the process groups over which FSDP2 reduces. Raises `PlanError` for a trained parameter without one."""
+    groups = managed_groups(model, modules)
+    infos = [
+        group.mesh_info
+        for group in groups
+        if any(fsdp_param.sharded_param.requires_grad for fsdp_param in group.fsdp_params)
+    ]
     if any(info.mesh != infos[0].mesh for info in infos):
         raise PlanError("the model's parameters are sharded over different meshes; use one mesh for all")
+    return groups_of_info(infos[0])
+
+
+def groups_of_info(info: Any) -> list[dist.ProcessGroup]:
+    """Return the process groups over which FSDP2 reduces a group of parameters."""
     names = ("shard_process_group", "replicate_process_group")
-    return [getattr(infos[0], name) for name in names if hasattr(infos[0], name)]
+    return [getattr(info, name) for name in names if hasattr(info, name)]

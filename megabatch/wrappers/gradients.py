@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megabatch.errors import PlanError
 from megabatch.losses.contract import accumulation_dtype
-from megabatch.torch_private import class_of_function, inputs_of_node, is_dtensor, multiply_all
+from megabatch.torch_private.autograd import class_of_function, inputs_of_node, multiply_all
+from megabatch.torch_private.classes import is_dtensor
 
 LEAST = 2.0**-200  # of the largest gradient, whose square float64 must hold
 BITS_OF_NORM = 40  # of a sum of squares
@@ -37,6 +38,8 @@ class WideGradients:
 
     Raises `PlanError` for a dtype that is coarser than a parameter's.
     """
+
+    is_exact = False  # sums do not depend on their order
 
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -93,15 +96,17 @@ class ExactGradients(WideGradients):
     FSDP2 gives an unused parameter zeros and a plain model leaves it None, which optimizers step differently.
     """
 
+    is_exact = True
+
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
         super().__init__(parameters, dtype)
         self._parameters = parameters
 
     def finish(self) -> None:
         super().finish()
-        if any(each.grad is not None for each in self._parameters):  # else the update has no weight
-            for each in self._parameters:  # a sum of zeros has a sign that depends on the dummy microbatches
-                each.grad = torch.zeros_like(each) if each.grad is None else each.grad.add_(0.0)
+        if any(parameter.grad is not None for parameter in self._parameters):  # else the update has no weight
+            for parameter in self._parameters:  # a sum of zeros has a sign that depends on the dummy microbatches
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0)
 
 
 def check_reduction(
@@ -134,7 +139,7 @@ def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
                 refuse_float16([("what torch.autocast computes in", torch.get_autocast_dtype(device))])
 
     # autocast is entered inside the loss, so only a forward can see it.
-    hooks = [each.register_forward_pre_hook(look) for each in models]
+    hooks = [model.register_forward_pre_hook(look) for model in models]
     try:
         yield
     finally:
@@ -195,7 +200,7 @@ def total_norm(
     the gradients of ``uncounted`` parameters.
     """
     left = set(map(id, uncounted))
-    counted = [each for each in parameters if id(each) not in left] if left else parameters
+    counted = [parameter for parameter in parameters if id(parameter) not in left] if left else parameters
     norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(counted)]
     # Every rank of a group takes part in its all-reduce, with or without a gradient.
     if not norms and not groups:
@@ -274,23 +279,23 @@ def clip_gradients(
     *,
     exactly: bool = False,
     uncounted: Sequence[nn.Parameter] = (),
-    scale: Tensor | None = None,
+    scale: float | Tensor = 1.0,
 ) -> Tensor:
     """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass. Return the norm before the clip.
 
     Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` and ``uncounted`` as in `total_norm`.
-    ``exactly`` takes `exact_norm`. ``scale`` is a factor of the gradients and of ``max_norm``, by a GradScaler.
+    ``exactly`` takes `exact_norm`. ``scale`` is a factor of the gradients, by a GradScaler, which the norm has not.
     """
-    epsilon = CLIP_EPSILON if scale is None else CLIP_EPSILON * scale
+    limit, epsilon = max_norm * scale, CLIP_EPSILON * scale
     # The factor is applied to the norm instead of the gradients, which saves a pass.
     norm = exact_norm(parameters) if exactly else total_norm(parameters, groups, uncounted)
     if factor is None:
-        coefficient = torch.clamp(max_norm / (norm + epsilon), max=1.0)
+        coefficient = torch.clamp(limit / (norm + epsilon), max=1.0)
     else:
         norm = norm * factor
-        coefficient = torch.clamp(max_norm / (norm + epsilon), max=1.0) * factor
+        coefficient = torch.clamp(limit / (norm + epsilon), max=1.0) * factor
     scale_gradients(parameters, coefficient)
-    return norm
+    return norm / scale
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
@@ -368,7 +373,7 @@ def is_linear(node: Any) -> bool | None:
         except Exception:  # the first backward has freed the saved tensors
             return True
         tensors = [back] if isinstance(back, Tensor) else [each for each in back if isinstance(each, Tensor)]
-        found.append([each.detach().clone() for each in tensors])
+        found.append([tensor.detach().clone() for tensor in tensors])
     moved = [(one, other) for one, other in zip(*found, strict=True) if bool(one.any())]
     return not any(torch.equal(one, other) for one, other in moved) if moved else None
 

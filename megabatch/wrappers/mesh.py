@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.torch_private import groups_of_process, num_begun
+from megabatch.torch_private.classes import is_dtensor
+from megabatch.torch_private.process_groups import groups_of_process, num_begun
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")  # ranks along these see different samples
 CONTEXT_AXES = ("cp",)  # ranks along these see stretches of the same samples
-MODEL_AXES = ("tp", "pp", "ep")  # ranks along these share samples and hold parts of the model
-AXES = DATA_AXES + CONTEXT_AXES + MODEL_AXES
+MODEL_AXES = ("tp", "pp")  # ranks along these share samples and hold parts of the model
+EXPERT_AXIS = "ep"  # ranks along it see different samples and hold different experts
+AXES = (*DATA_AXES, *CONTEXT_AXES, *MODEL_AXES, EXPERT_AXIS)
 
 VERBS = (
     "no call", "forward_backward()", "finalize()", "forward()", "evaluate()", "open()", "microbatch()",
@@ -54,8 +56,11 @@ class CallPosition:
         return [*map(float, (rank, self.accumulator, verb, self.update, self.call, self.num_discarded))]
 
 
-def check_positions(headers: Sequence[Sequence[float]]) -> None:
-    """Raise `PositionError` on all ranks if they are in different calls."""
+def check_positions(headers: Sequence[Sequence[float]], num_ranks: int) -> None:
+    """Raise `PositionError` if ranks are in different calls.
+
+    The error is broadcast if ``headers`` are of fewer than ``num_ranks`` ranks, since the others may not see it.
+    """
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, *numbers in {tuple(header): None for header in headers}:  # a rank's may come several times
         ranks.setdefault(tuple(map(int, numbers)), []).append(int(rank))
@@ -65,7 +70,7 @@ def check_positions(headers: Sequence[Sequence[float]]) -> None:
     accumulators = {position[0] for position in ranks}
     places: list[str] = []
     for (accumulator, verb, update, call, num_discarded), members in ranks.items():
-        names = f"rank {members[0]} is" if len(members) == 1 else f"ranks {', '.join(map(str, members))} are"
+        names = f"rank {members[0]} is" if len(members) == 1 else f"ranks {', '.join(map(str, sorted(members)))} are"
         place = f"{names} in {VERBS[verb]} of update {update}"
         if VERBS[verb] == "forward_backward()":
             place = f"{names} in {VERBS[verb]}, call {call} of update {update}"
@@ -74,23 +79,25 @@ def check_positions(headers: Sequence[Sequence[float]]) -> None:
         if len(discards) > 1:
             place += f" after {num_discarded} discarded"
         places.append(place)
-    raise PositionError(
+    error = PositionError(
         f"{'; '.join(places)}; make the same calls of an accumulator on every rank, with [] where a rank has no samples"
     )
+    error.strands_others = sum(map(len, ranks.values())) < num_ranks
+    raise error
 
 
 def check_axes(mesh: DeviceMesh) -> None:
-    """Raise `PlanError` for an axis of another name, or one that is not supported."""
+    """Raise `PlanError` for an axis of another name."""
     if mesh.mesh_dim_names is None:
         raise PlanError(f"the mesh has no axis names; name its axes, from {', '.join(AXES)}")
-    for axis, size in zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True):
+    for axis in mesh.mesh_dim_names:
         if axis not in AXES:
             raise PlanError(f"unknown mesh axis {axis!r}; expected one of {', '.join(AXES)}")
-        if axis == "ep" and size > 1:
-            raise PlanError(
-                f"mesh axis 'ep' has {size} ranks; experts on ranks of their own are not supported: keep every expert "
-                "on every rank, or shard them with dp_shard or tp"
-            )
+
+
+def is_expert(parameter: Tensor) -> TypeGuard[Any]:
+    """Return True for a parameter of which the ranks along ``ep`` hold different experts."""
+    return is_dtensor(parameter) and EXPERT_AXIS in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def groups_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
@@ -136,8 +143,17 @@ class DataRanks:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "DataRanks":
-        """Return the ranks along the axes of a mesh, by their names. Raises `PlanError` for unknown names."""
+        """Return the ranks along the axes of a mesh, by their names.
+
+        Raises `PlanError` for unknown names, and for ranks of experts, which only a model with experts there has.
+        """
         check_axes(mesh)
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))
+        if sizes.get(EXPERT_AXIS, 1) > 1:
+            raise PlanError(
+                f"mesh axis 'ep' has {sizes[EXPERT_AXIS]} ranks, but no parameter of the model is a DTensor over it; "
+                "make the experts DTensors with Shard(0) over 'ep', or leave the axis out"
+            )
         data, *others = (groups_of(mesh, axes) for axes in (DATA_AXES, CONTEXT_AXES, ("tp",), ("pp",)))
         return cls(data[::-1], *others)
 
@@ -145,6 +161,14 @@ class DataRanks:
     def context_rank(self) -> int:
         """Index of the stretch of each sequence that this rank sees."""
         return self.context_groups[0].rank() if self.context_groups else 0
+
+    @property
+    def _model_rank(self) -> int:
+        """Index of this rank among those that see the same targets and hold other parts of the model."""
+        index, stride = 0, 1
+        for group in (*self.tensor_groups, *self.pipeline_groups):
+            index, stride = index + stride * group.rank(), stride * group.size()
+        return index
 
     @property
     def pipeline(self) -> dist.ProcessGroup | None:
@@ -159,7 +183,7 @@ class DataRanks:
         if not self._cpu_groups:
             return [list(numbers)]
         row = torch.tensor([numbers], dtype=torch.float64, device="cpu").reshape(1, -1)
-        return self._exchange(row, self._cpu_groups).tolist()
+        return self._exchange(row).tolist()
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Return every rank's object, in the order of the rows of `exchange_numbers`."""
@@ -178,12 +202,13 @@ class DataRanks:
         This takes one message between devices. On the CPU it raises `MegabatchError` if ranks are in different calls.
         On a device the host does not wait, so it sends its position, and the first message of another call raises.
         """
-        if not self.groups:
-            return self.gather_on_device(numbers)
+        if self.is_alone:
+            return numbers[None]
         if numbers.device.type != "cpu":
             self.send_position()
             return self.gather_on_device(numbers)
-        return self._exchange(numbers[None], self.groups)
+        rows = self._exchange(numbers[None])
+        return rows[self._model_rank * self.num_weighing :][: self.num_weighing]
 
     def send_position(self) -> None:
         """Send this rank's position to the other hosts, and do not wait. The next message compares what has come.
@@ -206,7 +231,7 @@ class DataRanks:
         for work, _ in sent:
             work.wait()
         for _, parts in sent:
-            check_positions(torch.cat(parts)[:, :HEADER_SIZE].tolist())
+            check_positions(torch.cat(parts)[:, :HEADER_SIZE].tolist(), self.num_all)
 
     def gather_on_device(self, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks that see different targets: [n] -> [num_weighing, n].
@@ -215,16 +240,16 @@ class DataRanks:
         """
         return _gather(numbers[None], self.groups)
 
-    def _exchange(self, row: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-        """Return the rows of the ranks of ``groups``, compared by their positions: [1, n] -> [ranks, n]."""
+    def _exchange(self, row: Tensor) -> Tensor:
+        """Return the rows of all ranks, compared by their positions: [1, n] -> [num_all, n]."""
         self._compare_sent_positions()
         size = row.shape[1]
         rows = torch.zeros(1, max(MESSAGE_SIZE, HEADER_SIZE + size), dtype=torch.float64, device="cpu")
         rows[0, :HEADER_SIZE] = torch.tensor(self.position.header(), dtype=torch.float64, device="cpu")
         rows[0, HEADER_SIZE : HEADER_SIZE + size] = row
         # Compared after the last group, so that no rank waits for one that has raised before.
-        rows = _gather(rows, groups)
-        check_positions(rows[:, :HEADER_SIZE].tolist())
+        rows = _gather(rows, self._cpu_groups)
+        check_positions(rows[:, :HEADER_SIZE].tolist(), self.num_all)
         return rows[:, HEADER_SIZE : HEADER_SIZE + size]
 
 

@@ -106,6 +106,10 @@ class MultiModelWrapper(Wrapper):
                     wrapper.release_reduction()
         self._follow()
 
+    def before_agreement(self, *, is_new: bool) -> None:
+        for wrapper in self.wrappers:
+            wrapper.before_agreement(is_new=is_new)
+
     def reshard(self) -> None:
         for wrapper in self.wrappers:
             wrapper.reshard()
@@ -128,7 +132,7 @@ class MultiModelWrapper(Wrapper):
     def _follow(self) -> None:
         """Take over what the models' wrappers have changed."""
         self.loss_factor = self.wrappers[0].loss_factor
-        self.is_held = any(each.is_held for each in self.wrappers)
+        self.is_held = any(wrapper.is_held for wrapper in self.wrappers)
 
 
 def _kind(wrapper: Wrapper) -> object:

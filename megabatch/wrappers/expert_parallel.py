@@ -1,0 +1,292 @@
+"""Expert parallelism: ranks along the mesh axis ``ep`` see different samples, and each holds some of the experts.
+
+A forward sends every token to the ranks that hold its experts, and the backward sends the gradients back. The gradient
+of an expert is therefore a sum over the ranks of its ``ep`` group before anything is reduced. It is then summed over
+the ranks that hold the same experts, and every other gradient over all data ranks.
+
+Experts are DTensors over an axis ``ep``, as transformers' ``DistributedConfig(ep_size=)`` and torchtitan make them.
+"""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.batching.padding import with_config
+from megabatch.errors import PlanError
+from megabatch.torch_private.classes import is_dtensor, is_fsdp1
+from megabatch.torch_private.operations import pytree
+from megabatch.torch_private.process_groups import root_mesh
+from megabatch.wrappers.base import END, Choice, Wrapper, local, sum_over_ranks
+from megabatch.wrappers.checks import checksum, refuse_unknown
+from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
+from megabatch.wrappers.gradients import ExactGradients, WideGradients
+from megabatch.wrappers.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
+
+SAMPLE_AXES = (*DATA_AXES, EXPERT_AXIS)  # ranks along these see different samples
+SHARING_AXES = (*CONTEXT_AXES, "tp", "pp")  # ranks along these see the same samples
+# Attributes of configs and of layers that bound the tokens of an expert.
+CAPACITIES = (
+    "capacity_factor", "expert_capacity", "expert_capacity_factor", "moe_expert_capacity_factor", "drop_tokens",
+)  # fmt: skip
+
+
+class ExpertParallelWrapper(Wrapper):
+    """Experts on ranks of their own in a model without a wrapper: both kinds of gradients are summed once per update.
+
+    Raises `PlanError` on all ranks if ranks that hold the same experts begin with other weights.
+    """
+
+    kind_name = "expert parallelism"
+    forwards_meet = True  # ranks exchange tokens in every layer of experts
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__(model, DataRanks(groups_of(mesh, SAMPLE_AXES)[::-1]))
+        self._replica_groups = [group for group in groups_of(mesh, DATA_AXES) if group.size() > 1]
+        self._layers = {
+            name: module
+            for name, module in model.named_modules()
+            if any(map(is_expert, module.parameters(recurse=False)))
+        }
+        self._check_replicas(mesh.get_local_rank(EXPERT_AXIS))
+
+    def accumulate_in(self, wide: WideGradients) -> None:
+        refuse_same_bits(wide)
+        super().accumulate_in(wide)
+
+    @property
+    def is_microbatch_local(self) -> bool:
+        return False  # every forward exchanges tokens
+
+    def choose(self, policy: str) -> Choice:
+        policy, _ = super().choose(policy)
+        return policy, "no wrapper: every rank keeps the gradient of what it holds, summed once per update"
+
+    def before_agreement(self, *, is_new: bool) -> None:
+        self.collective_order.want_comparison(is_new=is_new)
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        hooks: list[Any] = []
+        for number, layer in enumerate(self._layers.values()):
+            hooks.append(layer.register_forward_pre_hook(partial(self._meet_forward, 2 * number)))
+            hooks.append(layer.register_forward_hook(partial(self._watch_backward, 2 * number + 1)))
+        try:
+            yield
+            self.meet(END)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def describe_collective(self, number: int) -> str:
+        if number < 0:
+            return super().describe_collective(number)
+        what = "return gradients" if number % 2 else "exchange tokens"
+        return f"{what} of {list(self._layers)[(number & 0xFFFFFFFF) // 2]!r}"
+
+    def finish_update(self) -> None:
+        """Sum the gradients of experts over their copies, and all others over all data ranks."""
+        self.collective_order.reset()
+        with torch.no_grad():
+            self._agree_on_layouts()
+            with_gradient = [parameter for parameter in self.parameters if parameter.grad is not None]
+            experts = [local(_gradient(each)) for each in with_gradient if is_expert(each)]
+            others = [_gradient(each) for each in with_gradient if not is_expert(each)]
+            for group in self._replica_groups:
+                sum_over_ranks(experts, group)
+            for group in self.ranks.groups:
+                sum_over_ranks(others, group)
+
+    def discard(self) -> None:
+        self.collective_order.reset()
+
+    def _meet_forward(self, number: int, *_: object) -> None:
+        self.meet(number)
+
+    def _watch_backward(self, number: int, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._meet_backward, number))
+
+    def _meet_backward(self, number: int, _gradient: Tensor) -> None:
+        self.meet(number)
+
+    def _check_replicas(self, expert_rank: int) -> None:
+        """Compare the weights of experts between the ranks that hold the same ones."""
+        experts = {name: each for name, each in self._model.named_parameters() if is_expert(each)}
+        sums = [int(checksum(local(expert.detach()))) % 2**48 for expert in experts.values()]
+        rows = [row[1:] for row in self.ranks.exchange_numbers([expert_rank, *sums]) if row[0] == expert_rank]
+        same = all(row == rows[0] for row in rows)
+        if not all(is_same for (is_same,) in self.ranks.exchange_numbers([same])):
+            names = [name for name, *seen in zip(experts, *rows, strict=True) if len(set(seen)) > 1]
+            raise PlanError(
+                f"parameter {names[0] if names else next(iter(experts))!r} has other weights on ranks that hold the "
+                "same experts; seed all ranks alike before the model is made, or load one checkpoint on all"
+            )
+
+
+class ExpertParallelFSDP2(FSDP2Wrapper):
+    """FSDP2 around experts on ranks of their own: every group of parameters is summed over its own mesh."""
+
+    def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
+        super().__init__(model, modules, ranks)
+        self.kind_name = f"{self.kind_name} and expert parallelism"
+
+    def accumulate_in(self, wide: WideGradients) -> None:
+        refuse_same_bits(wide)
+        super().accumulate_in(wide)
+
+
+def wrapper_of_experts(model: nn.Module, inner: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
+    """Return the wrapper of a model with experts on ranks of their own.
+
+    Args:
+        model: The model as it was given.
+        inner: The same without ``torch.compile``.
+        mesh: The mesh that the accumulator was given, or None.
+
+    Raises:
+        PlanError: A wrapper, a mesh, a layout or a layer whose gradient would not be exact.
+    """
+    if isinstance(inner, DistributedDataParallel) or is_fsdp1(inner):
+        raise PlanError(
+            f"the model has experts on ranks of their own (mesh axis 'ep') in {type(inner).__name__}, which would sum "
+            "the gradients of different experts; shard with fully_shard, or leave the wrapper out"
+        )
+    _refuse_shared_samples(inner)
+    _refuse_capacity(inner)
+    _check_placements(inner)
+    modules: list[FSDPModule] = [module for module in inner.modules() if isinstance(module, FSDPModule)]
+    if modules:
+        return ExpertParallelFSDP2(model, modules, _sharded_ranks(model, modules, mesh))
+    refuse_unknown(inner)
+    return ExpertParallelWrapper(model, _plain_mesh(inner, mesh))
+
+
+def refuse_same_bits(wide: WideGradients) -> None:
+    """Raise `PlanError` for `SameBits`."""
+    if isinstance(wide, ExactGradients):
+        raise PlanError(
+            "SameBits and experts are on ranks of their own (mesh axis 'ep'), where an expert adds the tokens of "
+            "several ranks in one product; keep every expert on every rank, or leave SameBits out"
+        )
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None  # those without one were left out
+    return parameter.grad
+
+
+def _plain_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh of all data ranks, with the axis ``ep``."""
+    own = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
+    other = next((each for each in own if each != own[0] or each.mesh_dim_names != (EXPERT_AXIS,)), None)
+    if other is not None:
+        raise PlanError(
+            f"a parameter is a DTensor over the mesh axes {other.mesh_dim_names} that no wrapper manages; make experts "
+            "DTensors over one mesh of the axis 'ep', and shard over data axes with fully_shard"
+        )
+    mesh = root_mesh(own[0]) if mesh is None else mesh
+    _refuse_axes(mesh, [axis for axis in mesh.mesh_dim_names or (None,) if axis not in SAMPLE_AXES])
+    if EXPERT_AXIS not in (mesh.mesh_dim_names or ()) or mesh[EXPERT_AXIS] != own[0]:
+        raise PlanError("the mesh has other ranks along 'ep' than the experts of the model; give both the same mesh")
+    if mesh.size() < dist.get_world_size():
+        raise PlanError(
+            f"experts are on {mesh.size()} of {dist.get_world_size()} processes, and what the others do is not known; "
+            f"give mesh= with the axes of all, from {', '.join(SAMPLE_AXES)}"
+        )
+    return mesh
+
+
+def _sharded_ranks(model: nn.Module, modules: list[FSDPModule], mesh: DeviceMesh | None) -> DataRanks:
+    """Return the ranks that see different samples: those over which FSDP2 reduces what is no expert."""
+    groups = managed_groups(model, modules)
+    dense = [
+        group for group in groups if not any(is_expert(fsdp_param.sharded_param) for fsdp_param in group.fsdp_params)
+    ]
+    if not dense:
+        raise PlanError(
+            "every parameter is an expert on ranks of its own, so the ranks that see different samples are not known; "
+            "call fully_shard on the root too"
+        )
+    info = dense[0].mesh_info
+    if any(group.mesh_info.mesh != info.mesh for group in dense):
+        raise PlanError("parameters that are no experts are sharded over different meshes; use one mesh for all")
+    everyone = set(info.mesh.mesh.flatten().tolist())
+    for name, parameter in model.named_parameters():
+        if is_expert(parameter) and set(parameter.device_mesh.mesh.flatten().tolist()) != everyone:
+            raise PlanError(
+                f"expert {name!r} is on {parameter.device_mesh.size()} ranks with its copies, and FSDP2 reduces other "
+                f"parameters over {len(everyone)}; shard experts over the data ranks that are left beside 'ep'"
+            )
+    managed = {id(each.sharded_param) for group in dense for each in group.fsdp_params}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_expert(parameter) and id(parameter) not in managed:
+            raise PlanError(
+                f"parameter {name!r} is no expert and is sharded together with experts, over the ranks that hold the "
+                "same ones; call fully_shard on the experts alone first"
+            )
+    root = root_mesh(info.mesh)
+    _refuse_axes(root, [axis for axis in root.mesh_dim_names or () if axis in SHARING_AXES])
+    if mesh is not None:
+        _refuse_axes(mesh, [axis for axis in mesh.mesh_dim_names or (None,) if axis not in SAMPLE_AXES])
+        if set(mesh.mesh.flatten().tolist()) != everyone:
+            raise PlanError(
+                f"the mesh has {mesh.size()} data ranks but FSDP2 reduces over {len(everyone)}, or over others; give "
+                "both the same mesh"
+            )
+    return DataRanks(groups_of_info(info))
+
+
+def _refuse_axes(mesh: DeviceMesh, axes: Sequence[str | None]) -> None:
+    """Raise `PlanError` for axes of several ranks that do not go with ``ep``."""
+    sizes = dict(zip(mesh.mesh_dim_names or (None,), mesh.mesh.shape, strict=False))
+    for axis in axes:
+        if sizes[axis] > 1:
+            raise PlanError(
+                f"mesh axis {axis!r} has {sizes[axis]} ranks beside 'ep'; expert parallelism is exact with the data "
+                f"axes {', '.join(DATA_AXES)} alone, so leave out cp, tp and pp, and name the axes of all data ranks"
+            )
+
+
+def _refuse_shared_samples(model: nn.Module) -> None:
+    """Refuse transformers' tensor parallelism beside its experts, whose ranks share one batch."""
+    for module in model.modules():
+        if (size := getattr(module, "_tp_size", None)) not in (None, 1):
+            raise PlanError(
+                f"the model was made with tp_size={size} beside its experts, so that ranks share samples; give "
+                "DistributedConfig fsdp_size= and ep_size=, and leave tp_size out"
+            )
+
+
+def _refuse_capacity(model: nn.Module) -> None:
+    """Refuse experts that drop tokens above a capacity: which ones depends on the cut and on other ranks' samples."""
+    config: Any = getattr(with_config(model), "config", None)
+    for owner in (config, *model.modules()):
+        for name in CAPACITIES:
+            if value := getattr(owner, name, None):
+                raise PlanError(
+                    f"{name} is {value!r}, so experts drop tokens, and which ones depends on the cut; dispatch without "
+                    f"a capacity ({name} = None)"
+                )
+
+
+def _check_placements(model: nn.Module) -> None:
+    """Refuse parameters over ``ep`` that are not whole experts."""
+    for name, parameter in model.named_parameters():
+        if not is_expert(parameter):
+            continue
+        axis = (parameter.device_mesh.mesh_dim_names or ()).index(EXPERT_AXIS)
+        placement = parameter.placements[axis]
+        if not placement.is_shard() or placement.dim != 0:
+            raise PlanError(
+                f"parameter {name!r} is {placement} over the mesh axis 'ep'; shard experts there by their number, "
+                "Shard(0), and leave every other parameter out of it"
+            )
