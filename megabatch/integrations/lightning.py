@@ -108,6 +108,6 @@ class ExactUpdates:
                 "on_validation_epoch_end, or give another schedule"
             )
         # The plain module: in manual optimization Lightning's DDP reduces nothing by itself.
-        made = GradientAccumulator(cast(nn.Module, self), **lightning.cut)
-        made.reserve_for(optimizer.optimizer)
-        return made
+        gradient = GradientAccumulator(cast(nn.Module, self), **lightning.cut)
+        gradient.reserve_for(optimizer.optimizer)
+        return gradient

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megabatch.batching.padding import find_mixing_causes
+from megabatch.batching.mixing_causes import find_mixing_causes
 from megabatch.batching.samples import IGNORED_LABEL, Length, Microbatch
 from megabatch.engine import random_state
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
-from megabatch.torch_private import TorchDispatchMode, is_fsdp2, pytree, schema_of
+from megabatch.torch_private.classes import is_fsdp2
+from megabatch.torch_private.operations import TorchDispatchMode, pytree, schema_of
 
 Mean = Callable[[Any, Any], Any]  # a scalar tensor, of a model and a microbatch
 Count = Callable[[Any], Any]  # what a microbatch's mean is over
@@ -99,8 +100,8 @@ def make_groups(num_samples: int, size: int) -> list[tuple[int, ...]]:
     in_order, size = list(range(num_samples)), max(2, min(size, num_samples))
     alternating = [*in_order[::2], *in_order[1::2]]
     second = max(2, min(size, (num_samples + 1) // 2))
-    groups = [order[start : start + each] for order, each in ((in_order, size), (alternating, second))
-              for start in range(0, num_samples, each)]  # fmt: skip
+    groups = [order[start : start + group_size] for order, group_size in ((in_order, size), (alternating, second))
+              for start in range(0, num_samples, group_size)]  # fmt: skip
     return list(dict.fromkeys(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
@@ -158,17 +159,17 @@ class LossTrial:
         indices = range(len(self.samples))
         take, is_drawn = self._microbatches()
         alone = [take((index,)) for index in indices]
-        counts = [self._count(each) for each in alone]
+        counts = [self._count(microbatch) for microbatch in alone]
         if self._is_random(alone[counts.index(max(counts))], max(counts)):
             is_drawn, take = True, self._cut_by_rows() or take
             alone = [take((index,)) for index in indices]
-            counts = [self._count(each) for each in alone]
-        sums = [self._scaled_gradient(each, count) for each, count in zip(alone, counts, strict=True)]
+            counts = [self._count(microbatch) for microbatch in alone]
+        sums = [self._scaled_gradient(microbatch, count) for microbatch, count in zip(alone, counts, strict=True)]
         for group in make_groups(len(self.samples), self.size):
             try:
                 together = take(group)
                 count = self._count(together)
-                found = self._scaled_gradient(together, count, rows=len(group) if is_drawn else 1)
+                gradient = self._scaled_gradient(together, count, rows=len(group) if is_drawn else 1)
             except LossContractError:
                 if self.one_row:
                     return
@@ -181,11 +182,11 @@ class LossTrial:
                     f"count_targets() counts {count:g} in {len(group)} samples together and {added:g} in each alone; "
                     f"{GIVE}, or count what adds up"
                 )
-            self._compare(found, [sums[index] for index in group], count, is_drawn=is_drawn)
+            self._compare(gradient, [sums[index] for index in group], count, is_drawn=is_drawn)
 
     def _is_random(self, microbatch: Microbatch, count: float) -> bool:
         """Return true if the loss draws random numbers. Raise if a seed does not repeat them."""
-        first, again, other = (self._gradient(microbatch, seed) for seed in (0, 0, 1))
+        first, again, other_seed = (self._gradient(microbatch, seed) for seed in (0, 0, 1))
         if not count:
             return False
         if not first.isfinite().all():
@@ -195,7 +196,7 @@ class LossTrial:
                 "compute_loss gives two gradients for one sample and one seed, so it draws random numbers that cannot "
                 f"be drawn again and a mean cannot be told; {GIVE}, or check_loss=False"
             )
-        return _distance(first, other) > self.tolerance / 10
+        return _distance(first, other_seed) > self.tolerance / 10
 
     def check_same(self, total: Mean) -> None:
         """Raise `LossContractError` unless ``total`` has the gradient of the mean times the count."""
@@ -204,9 +205,9 @@ class LossTrial:
         for group in alone if self.one_row else make_groups(len(self.samples), self.size) or alone:
             microbatch = take(group)
             count = self._count(microbatch)
-            expected, found = self._scaled_gradient(microbatch, count), self._gradient(microbatch, 0, total)
-            error = _distance(found, expected) if count else 0.0
-            if error == float("inf") and not found.isfinite().all():
+            expected, gradient = self._scaled_gradient(microbatch, count), self._gradient(microbatch, 0, total)
+            error = _distance(gradient, expected) if count else 0.0
+            if error == float("inf") and not gradient.isfinite().all():
                 raise NotFiniteError(f"the gradient of the model's loss is not finite for {count:g} targets")
             if error > self.tolerance:
                 raise LossContractError(
@@ -222,7 +223,7 @@ class LossTrial:
         alone = [take((index,)) for index in range(len(self.samples))]
         if is_drawn or _distance(*(self._gradient(alone[-1], seed, total) for seed in (0, 1))) > self.tolerance / 10:
             return
-        parts = [self._gradient(each, 0, total) for each in alone]
+        parts = [self._gradient(microbatch, 0, total) for microbatch in alone]
         together = self._gradient(take(range(len(self.samples))), 0, total)
         error = _distance(together, torch.stack(parts).sum(0), *parts)
         if error == float("inf"):
@@ -234,8 +235,8 @@ class LossTrial:
                 "attention that goes by position_ids (with use_cache = False)"
             )
 
-    def _compare(self, found: Tensor, parts: list[Tensor], count: float, *, is_drawn: bool) -> None:
-        error = _distance(found, torch.stack(parts).sum(0), *parts)
+    def _compare(self, gradient: Tensor, parts: list[Tensor], count: float, *, is_drawn: bool) -> None:
+        error = _distance(gradient, torch.stack(parts).sum(0), *parts)
         if error <= self.tolerance:
             return
         if error == float("inf"):
@@ -258,8 +259,8 @@ class LossTrial:
 
     def _scaled_gradient(self, microbatch: Microbatch, count: float, rows: int = 1) -> Tensor:
         """Return the gradient of the mean, times the count; even for a count of 0, since a loss may be collective."""
-        found = self._gradient(microbatch, 0, rows=rows)
-        return found * count if count else torch.zeros_like(found)
+        gradient = self._gradient(microbatch, 0, rows=rows)
+        return gradient * count if count else torch.zeros_like(gradient)
 
     def _count(self, microbatch: Microbatch) -> float:
         with _naming_source("count_targets()"):
@@ -277,12 +278,12 @@ class LossTrial:
 
     def _cut_by_rows(self) -> Callable[[Sequence[int]], Microbatch] | None:
         """Return a function that slices rows of one microbatch, so that nothing is redrawn; None without rows."""
-        whole: Any = None
+        rows_together: Any = None
         with contextlib.suppress(LossContractError):  # a collator may take only one sample
-            whole = self._collated(range(len(self.samples)))
-        if not isinstance(whole, Mapping) or _rows_of(cast(Any, whole)) != len(self.samples):
+            rows_together = self._collated(range(len(self.samples)))
+        if not isinstance(rows_together, Mapping) or _rows_of(cast(Any, rows_together)) != len(self.samples):
             return None
-        return lambda indices: self._prepared(_cut(cast(Any, whole), indices))
+        return lambda indices: self._prepared(_cut(cast(Any, rows_together), indices))
 
     def _collated(self, indices: Sequence[int], seed: int = 0) -> Microbatch:
         with _naming_source(f"the data collator, given {len(indices)} of the samples,"), _seeded(self._device, seed):
@@ -294,8 +295,9 @@ class LossTrial:
 
     def _gradient(self, microbatch: Microbatch, seed: int, scalar: Mean | None = None, rows: int = 1) -> Tensor:
         """Return the gradient of the small parameters as one float64 vector on the CPU."""
-        trained = [each for each in self.model.parameters() if each.requires_grad]
-        small = [each for each in trained if each.numel() <= MAX_NUMEL] or [min(trained, key=Tensor.numel)]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        small = [parameter for parameter in trained if parameter.numel() <= MAX_NUMEL]
+        small = small or [min(trained, key=Tensor.numel)]
         draws = _RowwiseRandom(rows, self._device) if rows > 1 else contextlib.nullcontext()
         with _naming_source("compute_loss, tried on samples of the update,"), _seeded(self._device, seed):
             with draws:
@@ -303,8 +305,8 @@ class LossTrial:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
                 raise LossContractError(f"compute_loss gives {kind}; expected a scalar tensor")
-            found = _differentiate(loss, self.model, small)
-        return torch.cat([_sample_gradient(each, like) for each, like in zip(found, small, strict=True)])
+            gradients = _differentiate(loss, self.model, small)
+        return torch.cat([_sample_gradient(gradient, like) for gradient, like in zip(gradients, small, strict=True)])
 
     @property
     def _device(self) -> torch.device:
@@ -315,9 +317,11 @@ def _differentiate(loss: Tensor, model: nn.Module, parameters: list[nn.Parameter
     if not any(map(is_fsdp2, model.modules())):
         return torch.autograd.grad(loss, parameters, allow_unused=True)
     loss.backward()  # autograd.grad does not reach FSDP2's parameters: its hooks fill their grad
-    found = [None if each.grad is None else cast(Any, each.grad).full_tensor() for each in parameters]
+    gradients = [
+        None if parameter.grad is None else cast(Any, parameter.grad).full_tensor() for parameter in parameters
+    ]
     model.zero_grad()
-    return found
+    return gradients
 
 
 def _sample_gradient(gradient: Tensor | None, parameter: Tensor) -> Tensor:
@@ -329,10 +333,10 @@ def _sample_gradient(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     return gradient.detach().to_dense().flatten()[::stride].to("cpu", torch.float64)
 
 
-def _distance(found: Tensor, expected: Tensor, *parts: Tensor) -> float:
+def _distance(gradient: Tensor, expected: Tensor, *parts: Tensor) -> float:
     """Return the difference relative to the largest norm; infinite if a number is not finite."""
-    scale = max(float(each.norm()) for each in (found, expected, *parts))
-    error = float((found - expected).norm())
+    scale = max(float(vector.norm()) for vector in (gradient, expected, *parts))
+    error = float((gradient - expected).norm())
     return error / (scale or 1.0) if np.isfinite(error) and np.isfinite(scale) else float("inf")
 
 
@@ -407,7 +411,7 @@ def note_generators(device: torch.device) -> Callable[[], None]:
 
 
 def _rows_of(microbatch: Mapping[str, Any]) -> int | None:
-    sizes = {len(each) if each.ndim else None for each in microbatch.values() if isinstance(each, Tensor)}
+    sizes = {len(tensor) if tensor.ndim else None for tensor in microbatch.values() if isinstance(tensor, Tensor)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -416,12 +420,14 @@ def _cut(microbatch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in microbatch.items()}
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in cast(Any, one))
-    if isinstance(one, list | tuple):
-        return len(cast(Any, one)) == len(other) and all(map(_same, cast(Any, one), other))
-    if isinstance(one, Tensor | np.ndarray):
-        one, other = torch.as_tensor(one), torch.as_tensor(other)
-        return one.shape == other.shape and bool(torch.allclose(one.double(), other.double(), 0, 0, equal_nan=True))
-    return not isinstance(one, int | float | str | bytes | bool) or one == other
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(_same(first[name], second[name]) for name in cast(Any, first))
+    if isinstance(first, list | tuple):
+        return len(cast(Any, first)) == len(second) and all(map(_same, cast(Any, first), second))
+    if isinstance(first, Tensor | np.ndarray):
+        first, second = torch.as_tensor(first), torch.as_tensor(second)
+        if first.shape != second.shape:
+            return False
+        return bool(torch.allclose(first.double(), second.double(), 0, 0, equal_nan=True))
+    return not isinstance(first, int | float | str | bytes | bool) or first == second

@@ -35,14 +35,14 @@ LEFT_ALONE = (
 @contextlib.contextmanager
 def restore_after_trial(model: nn.Module, snapshot: "ObjectSnapshot") -> Generator[None]:
     """Run a trial in eval mode, then restore the model's modules and the objects of ``snapshot``."""
-    kept = [ModuleSnapshot(module) for module in model.modules()]
+    module_snapshots = [ModuleSnapshot(module) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
         snapshot.put_back()
-        for each in kept:
-            each.put_back()
+        for module_snapshot in module_snapshots:
+            module_snapshot.put_back()
 
 
 class ObjectSnapshot:
@@ -55,9 +55,9 @@ class ObjectSnapshot:
 
     def __init__(self, *objects: Any, leave: Iterable[Any] = ()) -> None:
         self._undo: list[Callable[[], Any]] = []
-        self._seen = {id(each): each for each in leave}
-        for each in objects:
-            self._note(vars(each), MAX_DEPTH)
+        self._seen = {id(untouched): untouched for untouched in leave}
+        for noted in objects:
+            self._note(vars(noted), MAX_DEPTH)
 
     def put_back(self) -> None:
         """Restore every object in place."""
@@ -94,22 +94,22 @@ class ObjectSnapshot:
             self._undo.append(partial(_put_back_entries, vars(value), dict(vars(value))))
             inner = vars(value).values()
         if len(cast(Any, inner)) <= MAX_ENTRIES:
-            for each in list(inner):
-                self._note(each, depth - 1)
+            for content in list(inner):
+                self._note(content, depth - 1)
 
 
-def _put_back_entries(found: dict[Any, Any], entries: dict[Any, Any]) -> None:
+def _put_back_entries(attributes: dict[Any, Any], entries: dict[Any, Any]) -> None:
     """Restore changed entries only, since other threads may read the rest."""
-    if [*found] != [*entries]:
-        for name in found.keys() - entries.keys():
-            del found[name]
+    if [*attributes] != [*entries]:
+        for name in attributes.keys() - entries.keys():
+            del attributes[name]
     for name, value in entries.items():
-        if name not in found or found[name] is not value:
-            found[name] = value
+        if name not in attributes or attributes[name] is not value:
+            attributes[name] = value
 
 
 def _put_back_items(container: Any, fill: Callable[[Any], Any], entries: Any) -> None:
-    if len(container) != len(entries) or any(one is not other for one, other in zip(container, entries, strict=True)):
+    if [*map(id, container)] != [*map(id, entries)]:
         container.clear()
         fill(entries)
 

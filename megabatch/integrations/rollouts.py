@@ -106,8 +106,8 @@ class Rollouts:
         stacked = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         width = stacked["completion_ids"].shape[1]
         if longest := _columns(rows):
-            stacked |= {key: each[:, :longest] for key, each in stacked.items()
-                        if key in (*BY_TOKEN, "advantages") and each.ndim > 1 and each.shape[1] == width}  # fmt: skip
+            wide = {key: tensor for key, tensor in stacked.items() if tensor.ndim > 1 and tensor.shape[1] == width}
+            stacked |= {key: wide[key][:, :longest] for key in wide.keys() & {*BY_TOKEN, "advantages"}}
         return stacked | {COUNT: stacked[COUNT].sum()}
 
     def count(self, microbatch: Any) -> Tensor:
@@ -132,4 +132,4 @@ def _columns(rows: list[Any]) -> int | None:
     if not rows[0].keys() <= KNOWN:  # of a subclass
         return None
     positions = [row["completion_mask"].nonzero() for row in rows]
-    return max(2, *(int(each[-1]) + 1 for each in positions if len(each)), 0)
+    return max(2, *(int(position[-1]) + 1 for position in positions if len(position)), 0)

@@ -134,8 +134,8 @@ class _RankBatches(Sampler[list[int]]):
 def _check_loss(loss: nn.Module) -> None:
     """Raise `PlanError` for a loss that is no function of the embeddings alone."""
     name = type(loss).__name__
-    of_model = {id(each) for module in loss.modules() if _is_model(module) for each in module.parameters()}
-    if any(each.requires_grad and id(each) not in of_model for each in loss.parameters()):
+    of_model = {id(parameter) for module in loss.modules() if _is_model(module) for parameter in module.parameters()}
+    if any(parameter.requires_grad and id(parameter) not in of_model for parameter in loss.parameters()):
         raise PlanError(f"{name} has parameters of its own, which no update would train; put them into the model")
     if any(hasattr(module, "guide") for module in loss.modules()):
         raise PlanError(f"{name} has a guide, which reads texts beside embeddings; choose another loss")
@@ -173,9 +173,11 @@ def _run_on_embeddings(loss: Any, embeddings: list[Tensor], labels: Tensor | Non
     try:
         for module, name, _ in models:
             setattr(module, name, stand_in)
-        features = [{EMBEDDING: each} for each in embeddings]
+        features = [{EMBEDDING: embedding} for embedding in embeddings]
         cached = getattr(loss, "calculate_loss", None)  # of losses that cache gradients, as a JointLoss does
-        found: Any = loss(features, labels) if cached is None else cached([[each] for each in embeddings], labels)
+        loss_terms: Any = (
+            loss(features, labels) if cached is None else cached([[embedding] for embedding in embeddings], labels)
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise LossContractError(
             f"{type(loss).__name__} reads more than sentence embeddings ({in_one_line(error)}), which an update cannot "
@@ -184,4 +186,4 @@ def _run_on_embeddings(loss: Any, embeddings: list[Tensor], labels: Tensor | Non
     finally:
         for module, name, model in models:
             setattr(module, name, model)
-    return torch.stack([*found.values()]).sum() if isinstance(found, dict) else found
+    return torch.stack([*loss_terms.values()]).sum() if isinstance(loss_terms, dict) else loss_terms

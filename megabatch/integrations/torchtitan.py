@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.torch_private import param_groups
+from megabatch.torch_private.fsdp2_groups import param_groups
 from megabatch.wrappers.mesh import DataRanks
 
 try:
@@ -98,8 +98,8 @@ class ExactTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[TitanBatch]) -> None:
         """Run one update of the batches that are left, up to ``gradient_accumulation_steps`` on each rank."""
-        whole, per_step = self.gradient_accumulation_steps, self.num_pipeline_parallel_microbatches
-        batches = self._take(data_iterator, whole * per_step)
+        num_configured, per_step = self.gradient_accumulation_steps, self.num_pipeline_parallel_microbatches
+        batches = self._take(data_iterator, num_configured * per_step)
         num_steps, num_targets = self._agree(batches, per_step)
         if not num_steps:
             raise DataloaderExhaustedError
@@ -111,15 +111,15 @@ class ExactTrainer(Trainer):
         try:
             super().train_step(iter(batches))
         finally:
-            self.gradient_accumulation_steps = whole
+            self.gradient_accumulation_steps = num_configured
 
-    def forward_backward_step(self, **given: Any) -> Tensor:
+    def forward_backward_step(self, **named: Any) -> Tensor:
         """Run one microbatch. Reduce gradients with it if it is their turn."""
         if self._gradient is None:
-            return super().forward_backward_step(**given)
+            return super().forward_backward_step(**named)
         number = self.gradient_accumulation_steps
         with self._gradient.microbatch(self._index, of=number, divided=True):
-            loss = super().forward_backward_step(**given)
+            loss = super().forward_backward_step(**named)
         self._index += 1
         if self._index == number:
             self._gradient.finalize()
@@ -146,8 +146,8 @@ class ExactTrainer(Trainer):
     def _agree(self, batches: list[TitanBatch], per_step: int) -> tuple[int, int]:
         """Return the number of microbatches of the update, the largest of any rank, and its targets over all ranks."""
         num_targets = sum(int((labels != IGNORED_LABEL).sum()) for _, labels in batches)
-        told = [math.ceil(len(batches) / per_step), num_targets, self._latest is None]
-        rows = self._data_ranks.exchange_numbers(told)
+        local_counts = [math.ceil(len(batches) / per_step), num_targets, self._latest is None]
+        rows = self._data_ranks.exchange_numbers(local_counts)
         num_steps = int(max(row[0] for row in rows))
         if num_steps and any(row[2] for row in rows):
             empty = [rank for rank, row in enumerate(rows) if row[2]]

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
+from megabatch.batching.inside_samples import InsideSamples
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import IGNORED_LABEL, Length, Microbatch
 from megabatch.batching.shared_prefix import SharedPrefix
@@ -72,6 +73,8 @@ class MegabatchTrainer(Trainer):
             model's own) without ``num_items_in_batch``, as a mean over `count_targets`.
         max_microbatch_tokens: Padded tokens per forward, a hard cap, or "auto"; see `GradientAccumulator`. None:
             ``per_device_train_batch_size`` samples.
+        long_samples: "cut" cuts samples that are longer than ``max_microbatch_tokens`` into chunks, exactly, see
+            `InsideSamples`. The collator is given chunks as samples of their own. None: such a sample is an error.
         length: Counts the padded tokens that a sample adds to a microbatch. None counts its ``input_ids``, and without
             those the numbers of ``input_ids`` in a microbatch of this sample alone (a pair of DPO has two rows).
         check_loss: Without ``loss_fn``, check that the loss is that mean: on up to 8 samples of different lengths, in
@@ -89,12 +92,16 @@ class MegabatchTrainer(Trainer):
         *positional: Any,
         loss_fn: LossFunction | JointLoss | None = None,
         max_microbatch_tokens: int | str | None = None,
+        long_samples: Literal["cut"] | None = None,
         length: Length | None = None,
         check_loss: bool = True,
         **arguments: Any,
     ) -> None:
         super().__init__(*positional, **arguments)
         self._max_microbatch_tokens, self._given_length = max_microbatch_tokens, length
+        if long_samples not in (None, "cut"):
+            raise PlanError(f"long_samples is {long_samples!r}; give 'cut', or leave it out")
+        self._long_samples = long_samples
         self._given_loss, self._checks_loss = loss_fn, check_loss
         self._loss_fn: LossFunction | JointLoss | None = None  # with the trainer's hooks
         self._gradient: GradientAccumulator | None = None  # of the model that is trained now
@@ -207,18 +214,18 @@ class MegabatchTrainer(Trainer):
             )
         self._has_batches = True
         for batch in [] if self._gives_samples else batches:
-            if not isinstance(batch, Mapping | list) or any(isinstance(each, Tensor) for each in batch):
+            if not isinstance(batch, Mapping | list) or any(isinstance(sample, Tensor) for sample in batch):
                 raise PlanError(
                     f"get_train_dataloader() gives a {type(batch).__name__} of {type(next(iter(batch))).__name__}s; "
                     "expected lists of samples (collate_fn=list), or mappings of tensors with samples in dim 0"
                 )
-        self._batches = [_Samples(each) if isinstance(each, list) else each for each in batches]
+        self._batches = [_Samples(batch) if isinstance(batch, list) else batch for batch in batches]
         return self._batches, None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Run the whole update in its last call and return its loss; return zero in the calls before."""
         self._was_stepped = True
-        if not any(inputs is each for each in self._batches):
+        if not any(inputs is batch for batch in self._batches):
             raise PlanError(
                 f"{type(self).__name__}.training_step hands on other inputs than it was given, which an update would "
                 "not see; change them in _prepare_inputs(inputs)"
@@ -309,7 +316,7 @@ class MegabatchTrainer(Trainer):
     @property
     def _is_collated(self) -> bool:
         """True if the batches are mappings, from a get_train_dataloader of the user."""
-        return any(isinstance(each, Mapping) for each in self._batches)
+        return any(isinstance(batch, Mapping) for batch in self._batches)
 
     def _calls(self) -> list[Any]:
         """Return the update as batches for GradientAccumulator; a mapping is its own batch, as it is padded."""
@@ -335,11 +342,25 @@ class MegabatchTrainer(Trainer):
                 model,
                 micro_batch_size=self.args.per_device_train_batch_size if tokens is None else None,
                 max_microbatch_tokens=tokens,
-                collate=None if self._is_collated else self._collate_tried,
+                **self._batching_of_update(),
                 length=self._length,
             )
             self._gradient.reserve_for(cast(Any, self.optimizer))
         return self._gradient
+
+    def _batching_of_update(self) -> dict[str, Any]:
+        """Return the argument that makes microbatches of an update. None for batches of the user's loader."""
+        if self._long_samples is None:
+            return {} if self._is_collated else {"collate": self._collate_tried}
+        kind_of_batch = "batches that get_train_dataloader() has collated" if self._is_collated else None
+        kind_of_batch = "rollouts" if self._rollouts is not None else kind_of_batch
+        kind_of_batch = "neftune_noise_alpha" if self._noise is not None else kind_of_batch
+        if kind_of_batch is not None:
+            raise PlanError(
+                f"MegabatchTrainer cannot keep long_samples={self._long_samples!r} with {kind_of_batch}; leave "
+                "one of them out"
+            )
+        return {"batching": InsideSamples(self._collate_tried)}
 
     def _lacks_noise(self, model: nn.Module) -> bool:
         """Replace the hook of transformers that adds NEFTune's noise, which each training sets anew.
@@ -458,19 +479,20 @@ class MegabatchTrainer(Trainer):
             )
 
         @functools.wraps(loss_fn)
-        def hooked(model: nn.Module, microbatch: Microbatch, *given: Any) -> Any:
+        def hooked(model: nn.Module, microbatch: Microbatch, *divisor: Any) -> Any:
             if self._noise is not None:
                 microbatch = self._noise.take_lengths(microbatch)
             with self.compute_loss_context_manager():
-                return loss_fn(model, microbatch, *given)
+                return loss_fn(model, microbatch, *divisor)
 
-        own: LossHooks = loss_hooks(loss_fn)
+        user_hooks: LossHooks = loss_hooks(loss_fn)
 
         def prepare(microbatch: Microbatch) -> Microbatch:
             prepared = self._prepare_inputs(microbatch)
-            return prepared if own.prepare is None else own.prepare(prepared)
+            return prepared if user_hooks.prepare is None else user_hooks.prepare(prepared)
 
-        cast(Any, hooked).weigh, cast(Any, hooked).prepare = own.weigh, prepare if prepares else own.prepare
+        cast(Any, hooked).weigh = user_hooks.weigh
+        cast(Any, hooked).prepare = prepare if prepares else user_hooks.prepare
         return hooked
 
     def _try_loss(self, model: nn.Module, calls: list[Any]) -> None:
@@ -488,7 +510,7 @@ class MegabatchTrainer(Trainer):
         if not samples:
             return
         if self._is_collated or self._rollouts:  # stacked as they are
-            samples = [each for each in samples if _shapes(each) == _shapes(samples[0])]
+            samples = [sample for sample in samples if _shapes(sample) == _shapes(samples[0])]
         self._trial_samples = choose_samples(samples, self._length)
         self._run_on_all(model, partial(self._run_trial, samples=self._trial_samples, collate=collate))
 
@@ -530,16 +552,16 @@ class MegabatchTrainer(Trainer):
             problem = (
                 str(error) if isinstance(error, MegabatchError) else f"the trial of the loss: {in_one_line(error)}"
             )
-        for told in cast(list[str | None], gather_object([problem])):
-            if told is not None:
-                raise LossContractError(told)
+        for reported in cast(list[str | None], gather_object([problem])):
+            if reported is not None:
+                raise LossContractError(reported)
 
     def _choose_candidates(self, calls: list[Any]) -> tuple[list[Any], Callable[[list[Any]], Microbatch]]:
         """Return samples of the update, if possible such that two fit in one microbatch, and their collate function."""
         tokens = self._max_microbatch_tokens
         samples = [sample for batch in calls[:1] for sample in _rows(batch)]
         if isinstance(tokens, int):
-            fit = [each for each in samples if 2 * self._length(each) <= tokens]
+            fit = [sample for sample in samples if 2 * self._length(sample) <= tokens]
             samples = fit if len(fit) > 1 else sorted(samples, key=self._length)[:2]
         return choose_samples(samples, self._length), _stacked if self._is_collated else self._collate
 
@@ -547,7 +569,7 @@ class MegabatchTrainer(Trainer):
         tokens, size = self._max_microbatch_tokens, self.args.per_device_train_batch_size
         if isinstance(tokens, int):
             size = tokens // max(map(self._length, samples))
-        recomputes = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         if isinstance(tokens, str) or (size > 1 and recomputes):
             size = 2  # the size that fits is unknown, or known only in train mode
 
@@ -593,6 +615,8 @@ class MegabatchTrainer(Trainer):
         args, tokens = self.args, self._max_microbatch_tokens
         if args.world_size == 1 or isinstance(tokens, str):  # "auto" is measured after the first update is dealt
             return None
+        if self._long_samples is not None:  # which may be longer than a microbatch
+            return None
         lengths = self._known_lengths()
         if not self._is_same_on_all_ranks(lengths) or lengths is None:
             return None
@@ -620,8 +644,8 @@ class MegabatchTrainer(Trainer):
     def _is_same_on_all_ranks(self, lengths: "np.ndarray | None") -> bool:
         """Return True if all ranks have the same lengths, and so deal alike. Collective."""
         checksums: list[Any] = [None] * self.args.world_size
-        mine = None if lengths is None else zlib.crc32(lengths.tobytes())
-        torch.distributed.all_gather_object(checksums, mine)
+        local_checksum = None if lengths is None else zlib.crc32(lengths.tobytes())
+        torch.distributed.all_gather_object(checksums, local_checksum)
         return len(set(checksums)) == 1
 
     @property
@@ -692,9 +716,9 @@ class _StreamLoader(_Loader):
                     "data set that the checkpoint was trained on"
                 )
             batches = self._begin_pass()
-        rest = list(islice(batches, 1))
+        remaining = list(islice(batches, 1))
         resume()
-        yield from chain(rest, batches) if rest else self._begin_pass()
+        yield from chain(remaining, batches) if remaining else self._begin_pass()
 
     def _begin_pass(self) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
@@ -728,9 +752,9 @@ def _rows(batch: Any) -> list[Any]:
     """Return the samples of a batch."""
     if not isinstance(batch, Mapping):
         return batch
-    tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.ndim}
+    tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor) and tensor.ndim}
     num_rows = min(map(len, tensors.values()), default=0)
-    return [{name: each[row] for name, each in tensors.items()} for row in range(num_rows)]
+    return [{name: tensor[row] for name, tensor in tensors.items()} for row in range(num_rows)]
 
 
 def _stacked(rows: list[Any]) -> dict[str, Tensor]:
@@ -738,7 +762,7 @@ def _stacked(rows: list[Any]) -> dict[str, Tensor]:
 
 
 def _shapes(row: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: each.shape for name, each in row.items()}
+    return {name: tensor.shape for name, tensor in row.items()}
 
 
 class RankBatchSampler(Sampler[list[int]]):
@@ -804,8 +828,8 @@ class RankBatchSampler(Sampler[list[int]]):
             yield batch.tolist()
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(cast(Sized, self.sampler)), self._size)
-        return whole + (rest > 0 and not self._drop_last)
+        num_full, num_left = divmod(len(cast(Sized, self.sampler)), self._size)
+        return num_full + (num_left > 0 and not self._drop_last)
 
 
 OTHER_WRAPPERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")

@@ -55,8 +55,8 @@ class UpdateMetrics:
 
         def add(values: Tensor) -> list[tuple[Tensor, float]]:
             records = self._gathered.setdefault(_line_of(cast(Any, inspect.currentframe()).f_back.f_back), [])
-            mine = [] if weight is None else [(values.detach().cpu(), weight)]
-            records += cast(list[tuple[Tensor, float]], gather_object(mine))
+            local_records = [] if weight is None else [(values.detach().cpu(), weight)]
+            records += cast(list[tuple[Tensor, float]], gather_object(local_records))
             return records
 
         def gather(values: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -65,7 +65,7 @@ class UpdateMetrics:
         def reduce(values: Tensor, reduction: str = "mean", scale: float = 1.0) -> Tensor:
             if reduction != "sum":
                 return type(accelerator).reduce(accelerator, values, reduction, scale)
-            return sum((each for each, _ in add(values)), torch.zeros_like(values).cpu()).to(values.device) * scale
+            return sum((total for total, _ in add(values)), torch.zeros_like(values).cpu()).to(values.device) * scale
 
         accelerator.gather = accelerator.gather_for_metrics = gather
         accelerator.reduce = reduce
@@ -77,11 +77,11 @@ class UpdateMetrics:
 
 def _line_of(frame: Any) -> object:
     """Return the line of code that gathers, with its callers in the same file: a helper gathers several metrics."""
-    found, file = [], frame.f_code.co_filename
+    callers, file = [], frame.f_code.co_filename
     while frame is not None and frame.f_code.co_filename == file:
-        found.append((frame.f_code, frame.f_lasti))
+        callers.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(callers)
 
 
 class _Means(Tensor):
@@ -89,10 +89,10 @@ class _Means(Tensor):
 
     weights: Tensor
 
-    def mean(self, *given: Any, **named: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def mean(self, *args: Any, **named: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         values = self.as_subclass(Tensor)
-        if given or named or not hasattr(self, "weights"):
-            return values.mean(*given, **named)
+        if args or named or not hasattr(self, "weights"):
+            return values.mean(*args, **named)
         return torch.where(self.weights > 0, values * self.weights, 0.0).sum() / self.weights.sum()
 
 
@@ -103,6 +103,6 @@ def _join(records: list[tuple[Tensor, float]], like: Tensor) -> Tensor:
     values = [value for value, _ in records]
     if values[0].ndim:
         return torch.cat(values)
-    found = torch.stack(values).as_subclass(_Means)
-    found.weights = torch.tensor([weight for _, weight in records])
-    return found
+    means = torch.stack(values).as_subclass(_Means)
+    means.weights = torch.tensor([weight for _, weight in records])
+    return means

@@ -18,17 +18,16 @@ from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.losses import ready_made
 from megabatch.losses.ready_made import HALF_TYPES
-from megabatch.torch_private import (
-    FakeTensor,
+from megabatch.torch_private.autograd import is_transformed, keeps_graph
+from megabatch.torch_private.classes import is_fsdp2
+from megabatch.torch_private.fsdp2_groups import fsdp_policy
+from megabatch.torch_private.module_members import (
     forward_hooks,
-    fsdp_policy,
     has_backward_hooks,
     has_global_forward_hooks,
     is_compiled,
-    is_fsdp2,
-    is_transformed,
-    keeps_graph,
 )
+from megabatch.torch_private.operations import FakeTensor
 
 FAMILIES = {  # of transformers, whose forward returns what `lm_head` gives; a test builds and compares each
     f"transformers.models.{family}.modeling_{family}.{name}"
@@ -65,11 +64,11 @@ def summing(model: Any, targets: Tensor) -> Generator[Summed]:
     position t. For another number of positions the model returns logits. Raises `MegabatchError` where it returns
     anything else.
     """
-    summed, found = Summed(), _find_head(model)
-    if found is None:
+    summed, causal_and_head = Summed(), _find_head(model)
+    if causal_and_head is None:
         yield summed
         return
-    causal, head = found
+    causal, head = causal_and_head
     logits_of = head.forward
 
     def forward(hidden: Tensor) -> Tensor:
@@ -121,7 +120,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         sums = _summed(hidden, weight, bias, labels, wanted=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*sums.gradients)
-        ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return sums.total
 
     @staticmethod
@@ -132,8 +131,8 @@ class _CrossEntropySum(torch.autograd.Function):
                 "derivative; give a loss of your own that takes the model's logits"
             )
         gradients = [
-            _scaled(each, factors[0], dtype) if is_wanted and each is not None else None
-            for each, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
+            _scaled(gradient, factors[0], dtype) if is_wanted and gradient is not None else None
+            for gradient, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
         ]
         return (*gradients, None)
 
@@ -154,8 +153,8 @@ class _Sums:
         self.total = torch.zeros((), dtype=wide, device=hidden.device)
         kinds = (hidden, dtype), (weight, wide), (bias, wide)
         self.gradients = [
-            torch.zeros(each.shape, dtype=kind, device=each.device) if is_wanted and each is not None else None
-            for (each, kind), is_wanted in zip(kinds, wanted, strict=True)
+            torch.zeros(tensor.shape, dtype=kind, device=tensor.device) if is_wanted and tensor is not None else None
+            for (tensor, kind), is_wanted in zip(kinds, wanted, strict=True)
         ]
 
     def add(self, rows: Tensor | slice, hidden: Tensor, labels: Tensor) -> None:
@@ -165,7 +164,7 @@ class _Sums:
         index = torch.where(is_target, labels, 0).unsqueeze(1)  # [n, 1]
         log_probs = F.linear(inputs, self._weight, self._bias).to(self._wide).log_softmax(-1)  # [n, V]
         self.total -= torch.where(is_target, log_probs.gather(1, index).squeeze(1), 0.0).sum()
-        if any(each is not None for each in self.gradients):
+        if any(gradient is not None for gradient in self.gradients):
             probs = log_probs.exp_()  # [n, V]; less one at the target it is the gradient of logits
             probs.scatter_(1, index, probs.gather(1, index) - 1.0)
             self._add_gradients(rows, inputs, probs, is_target.unsqueeze(1))
@@ -228,13 +227,13 @@ def _fits(hidden: Any, head: nn.Linear, targets: Tensor, output_dtypes: set[torc
 
 def _go_together(floats: list[Tensor], targets: Tensor) -> bool:
     """Return True for plain tensors on one device, of one dtype or cast to one."""
-    if not all(type(each) in (Tensor, nn.Parameter, FakeTensor) for each in (*floats, targets)):
+    if not all(type(tensor) in (Tensor, nn.Parameter, FakeTensor) for tensor in (*floats, targets)):
         return False
-    if targets.dtype != torch.long or len({each.device for each in (*floats, targets)}) > 1:
+    if targets.dtype != torch.long or len({tensor.device for tensor in (*floats, targets)}) > 1:
         return False
     if not torch.amp.is_autocast_available(targets.device.type):
         return False
-    dtypes = {each.dtype for each in floats}
+    dtypes = {tensor.dtype for tensor in floats}
     return len(dtypes) == 1 or (_is_cast(floats[0]) and torch.float64 not in dtypes)
 
 
@@ -255,7 +254,7 @@ def _find_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 
 def _name_of(module: nn.Module) -> str:
     """Return the full name of a module's class, without the class that FSDP2 puts before it."""
-    kind = next(each for each in type(module).__mro__ if not (is_fsdp2(module) and _is_of_fsdp2(each)))
+    kind = next(base for base in type(module).__mro__ if not (is_fsdp2(module) and _is_of_fsdp2(base)))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -266,8 +265,8 @@ def _is_unseen(module: Any) -> bool:
     return all(map(_is_of_fsdp2, forward_hooks(module).values())) and not has_backward_hooks(module)
 
 
-def _is_of_fsdp2(each: Any) -> bool:
-    return each.__module__.startswith(("torch.distributed.fsdp", "torch.distributed._composable."))
+def _is_of_fsdp2(hook_or_class: Any) -> bool:
+    return hook_or_class.__module__.startswith(("torch.distributed.fsdp", "torch.distributed._composable."))
 
 
 def _cast_to(module: nn.Module) -> set[torch.dtype]:

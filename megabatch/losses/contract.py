@@ -7,7 +7,8 @@ counts, and never divides: the update's loss is the sum of the totals over the s
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import LossContractError
-from megabatch.torch_private import MEANS, TORCH_LOSSES, reduction_of
+from megabatch.torch_private.loss_nodes import MEANS, TORCH_LOSSES, reduction_of
 
 EXPECTED = "return (total, weight): the sum over the microbatch and the count it is divided by"
 PAIR_NAME = "loss"  # the name of a pair that the loss returned on its own
@@ -91,8 +92,8 @@ def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
 
 def _copy_function(function: LossFunction) -> LossFunction:
     @functools.wraps(function)
-    def run(*given: Any, **named: Any) -> Any:
-        return function(*given, **named)
+    def run(*args: Any, **named: Any) -> Any:
+        return function(*args, **named)
 
     return run
 
@@ -120,6 +121,28 @@ class LossHooks(NamedTuple):
 
     weigh: Weigh | None = None
     prepare: Prepare | None = None
+
+    def weighs_as_before(self, microbatches: Sequence[Any], weights: Sequence[dict[str, float]]) -> bool:
+        """Return True if microbatches have their weights still: a user's ``weigh`` may read what has changed since."""
+        if self.weigh is None or is_own(self.weigh):
+            return True
+        try:
+            return not microbatches or [counted_weights(self.weigh(microbatch)) for microbatch in microbatches] == [
+                *weights
+            ]
+        except Exception:  # the call that weighs them itself tells the other ranks
+            return False
+
+    def compare_weights(self, samples: Any, rows: Sequence[int]) -> tuple[float, float] | None:
+        """Return the weight of some samples in one microbatch and the sum of their own. None if both are equal."""
+        weigh = cast(Weigh, self.weigh)
+        together = counted_weights(weigh(samples.take(rows)))
+        alone = [counted_weights(weigh(samples.take([row]))) for row in rows]
+        for name, weight in together.items():
+            added = sum(weights.get(name, 0.0) for weights in alone)
+            if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
+                return weight, added
+        return None
 
 
 def loss_hooks(loss_fn: LossFunction | CoupledLoss) -> LossHooks:
@@ -154,7 +177,7 @@ def terms_of(returned: Any) -> dict[str, Term]:
             a real scalar, or a weight is negative, not finite or carries a gradient.
     """
     if isinstance(returned, Mapping) and returned:
-        pairs = [(str(name), f"term {name!r} of the loss", each) for name, each in cast(Any, returned).items()]
+        pairs = [(str(name), f"term {name!r} of the loss", pair) for name, pair in cast(Any, returned).items()]
     else:
         pairs = [(PAIR_NAME, "the loss", returned)]
     terms: dict[str, Term] = {}

@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.batching.padding import IDS, MASK, POSITIONS, with_config
 from megabatch.errors import LossContractError
-from megabatch.torch_private import is_dtensor, is_fake, is_fsdp2, original_of
+from megabatch.torch_private.classes import is_dtensor, is_fsdp2
+from megabatch.torch_private.module_members import original_of
+from megabatch.torch_private.operations import is_fake
 
 MAX_TOKENS = 16
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5}  # relative, by the dtype of the model's loss
@@ -67,13 +69,21 @@ def _causal_model(model: Any) -> Any:
 def _is_plain(inner: nn.Module) -> bool:
     """Return True for a model of transformers whose loss is known to be the cross-entropy alone."""
     forward = inspect.unwrap(inner.forward)
-    loss_function = getattr(inner, "loss_function", None)
     return (
         getattr(forward, "__module__", "").startswith("transformers.models.")
-        and getattr(loss_function, "__module__", "").startswith("transformers.")
-        and getattr(loss_function, "__name__", "") == "ForCausalLMLoss"
+        and _is_cross_entropy(inner)
         and not _coefficients(inner)
     )
+
+
+def _is_cross_entropy(inner: nn.Module) -> bool:
+    """Return True if the function with which a model of transformers computes its loss is the cross-entropy."""
+    # The property `loss_function` takes the cross-entropy for a class such as GPT2LMHeadModel, and prints a warning.
+    if getattr(inner, "loss_type", "") is None and not hasattr(inner, "_loss_function"):
+        return True
+    loss_function = getattr(inner, "loss_function", None)
+    is_of_transformers = getattr(loss_function, "__module__", "").startswith("transformers.")
+    return is_of_transformers and getattr(loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
 def _coefficients(inner: nn.Module) -> str:
@@ -111,7 +121,7 @@ def _compute_losses(model: Any, inner: nn.Module, microbatch: Mapping[str, Any])
     loss, logits = fields.get("loss"), fields.get("logits")
     if not isinstance(loss, Tensor) or not isinstance(logits, Tensor) or loss.numel() != 1:
         return None
-    loss, logits = (each.full_tensor() if is_dtensor(each) else each for each in (loss, logits))
+    loss, logits = (tensor.full_tensor() if is_dtensor(tensor) else tensor for tensor in (loss, logits))
     if logits.shape[:2] != ids.shape:
         return None
     wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -16,7 +16,7 @@ from megabatch.losses.contract import (
     takes_divisor,
     weigh_of,
 )
-from megabatch.torch_private import cross_entropy_weight, is_mean_cross_entropy
+from megabatch.torch_private.loss_nodes import cross_entropy_weight, is_mean_cross_entropy
 
 
 def mean(loss_fn: Callable[[Any, Any], Any], over: Callable[[Any], Any]) -> LossFunction:
@@ -59,25 +59,25 @@ class _MeanLoss:
 
     def __call__(self, model: Any, microbatch: Any) -> Term:
         count = self._count(microbatch)  # before the loss, which may pop the labels
-        found = self._loss_fn(model, microbatch)
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            seen = (
-                f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            )
-            raise LossContractError(f"the loss of mean() returns {seen}; return the mean alone, as a scalar")
-        found = found.reshape(())
+        mean_loss = self._loss_fn(model, microbatch)
+        if not isinstance(mean_loss, Tensor) or mean_loss.numel() != 1:
+            description = f"a {type(mean_loss).__name__}"
+            if isinstance(mean_loss, Tensor):
+                description = f"a tensor of shape {tuple(mean_loss.shape)}"
+            raise LossContractError(f"the loss of mean() returns {description}; return the mean alone, as a scalar")
+        mean_loss = mean_loss.reshape(())
         is_empty = not isinstance(count, Tensor) and not count
-        weight = cross_entropy_weight(found)
+        weight = cross_entropy_weight(mean_loss)
         weight = count if weight is None else weight
-        if not is_mean_cross_entropy(found):
-            if is_empty and found.device.type == "cpu" and not found.isfinite():
+        if not is_mean_cross_entropy(mean_loss):
+            if is_empty and mean_loss.device.type == "cpu" and not mean_loss.isfinite():
                 raise LossContractError(
-                    f"the loss of mean() is {float(found.detach())} where over counts 0, and its gradient may be NaN; "
-                    "divide by max(count, 1) in it"
+                    f"the loss of mean() is {float(mean_loss.detach())} where over counts 0, and its gradient may be "
+                    "NaN; divide by max(count, 1) in it"
                 )
-            return Term(found * weight, weight)  # a mean of 0 / 0 stays NaN on a device: update.finite is False
-        has_targets = count > 0 if isinstance(count, Tensor) else found.new_full((), not is_empty, dtype=torch.bool)
-        return Term(torch.where(has_targets, found * weight, 0.0), weight)
+            return Term(mean_loss * weight, weight)  # a mean of 0 / 0 stays NaN on a device: update.finite is False
+        has_targets = count > 0 if isinstance(count, Tensor) else mean_loss.new_full((), not is_empty, dtype=torch.bool)
+        return Term(torch.where(has_targets, mean_loss * weight, 0.0), weight)
 
     def _count(self, microbatch: Any) -> float | Tensor:
         """Return the count: a number, or a scalar on a device, which only that device knows."""

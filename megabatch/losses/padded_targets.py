@@ -5,7 +5,6 @@ by one. `check_totals` looks at the losses of torch in the graph of a total: whi
 of other arithmetic whose weight does not count padding is not seen through; `verify` finds it.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,14 +13,14 @@ from torch import Tensor
 
 from megabatch.batching.samples import BESIDE_TOKENS, Microbatch, Samples
 from megabatch.errors import LossContractError
-from megabatch.losses.contract import WEIGHT_TOLERANCE, Weigh, counted_weights
+from megabatch.losses.contract import LossHooks
 from megabatch.planning.plan import Plan
-from megabatch.torch_private import CROSS_ENTROPIES, DIFFERENCES, reduction_of, targets_of
+from megabatch.torch_private.loss_nodes import CROSS_ENTROPIES, DIFFERENCES, reduction_of, targets_of
 
 MAX_COMPARED = 8  # samples
 
 
-def check_weights(samples: Samples, plan: Plan, weigh: Weigh) -> bool:
+def check_weights(samples: Samples, plan: Plan, hooks: LossHooks) -> bool:
     """Raise `LossContractError` if the weight of padded samples is not the sum of their own.
 
     Returns:
@@ -29,23 +28,21 @@ def check_weights(samples: Samples, plan: Plan, weigh: Weigh) -> bool:
     """
     lengths = samples.lengths
     several = [rows for rows in plan.microbatches if len(rows) > 1]
-    if not several or samples.is_collated_by_user or not samples.is_list:
+    if not several or samples.batching.is_collated_by_user or not samples.is_list:
         return False
     rows = max(several, key=lambda rows: max(map(lengths.__getitem__, rows)) - min(map(lengths.__getitem__, rows)))
     rows = (*rows[: MAX_COMPARED // 2], *rows[MAX_COMPARED // 2 :][-MAX_COMPARED // 2 :])
     ragged = samples.ragged_keys(rows)
     if not ragged:
         return False
-    together = counted_weights(weigh(samples.take(rows)))
-    alone = [counted_weights(weigh(samples.take([row]))) for row in rows]
-    for name, weight in together.items():
-        added = sum(each.get(name, 0.0) for each in alone)
-        if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
-            raise LossContractError(
-                f"weigh counts {weight:.10g} in {len(rows)} samples of other lengths, which are padded, and "
-                f"{added:.10g} in the same one by one, so that it counts padding of {', '.join(map(repr, ragged))}; "
-                "say in padding={key: value} of the GradientAccumulator what the loss leaves out"
-            )
+    difference = hooks.compare_weights(samples, rows)
+    if difference is not None:
+        raise LossContractError(
+            f"weigh counts {difference[0]:.10g} in {len(rows)} samples of other lengths, which are padded, and "
+            f"{difference[1]:.10g} in the same one by one, so that it counts padding of "
+            f"{', '.join(map(repr, ragged))}; say in batching=Padded({{key: value}}) what the loss "
+            "leaves out"
+        )
     return True
 
 
@@ -65,8 +62,8 @@ def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, n
         if node.name() not in CROSS_ENTROPIES + DIFFERENCES:
             continue
         targets, are_counted, ignored = targets_of(node)
-        for name, each in padded.items():
-            is_padding = _find_padding(targets, microbatch[name], each)
+        for name, sample_lengths in padded.items():
+            is_padding = _find_padding(targets, microbatch[name], sample_lengths)
             if is_padding is None:
                 continue
             counted = CountedPadding(name, targets.flatten(), is_padding & are_counted.flatten(), ignored)
@@ -91,7 +88,7 @@ class CountedPadding(NamedTuple):
         value = float(self.targets[self.counted][0])
         says = "leaves no value out; leave padded positions out by a mask among the keys of the samples"
         if self.ignored is not None:
-            says = f"leaves out {self.ignored}; give the GradientAccumulator padding={{{self.name!r}: {self.ignored}}}"
+            says = f"leaves out {self.ignored}; give batching=Padded({{{self.name!r}: {self.ignored}}})"
         raise LossContractError(
             f"the loss counts {int(self.counted.sum())} padded positions of {self.name!r} as targets: they are padded "
             f"with {value:.10g}, and it {says}"

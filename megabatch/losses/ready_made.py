@@ -63,8 +63,8 @@ def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
     return term
 
 
-def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) -> tuple[Term, Any]:
-    """Return the term of `next_token` and the output of the model, which is called with ``asked`` too.
+def next_token_beside(model: nn.Module, microbatch: Microbatch, **options: Any) -> tuple[Term, Any]:
+    """Return the term of `next_token` and the output of the model, which is called with ``options`` too.
 
     The output's logits may be their summed cross-entropy instead.
     """
@@ -86,9 +86,9 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
         from megabatch.losses.chunked_cross_entropy import summing
 
         with summing(model, F.pad(targets, (0, num_positions - targets.shape[1]), value=IGNORED_LABEL)) as summed:
-            predicted, output = _predict(model, microbatch, **asked)  # [B, T, V]; a scalar where it is summed
+            predicted, output = _predict(model, microbatch, **options)  # [B, T, V]; a scalar where it is summed
     else:
-        predicted, output = _predict(model, microbatch, **asked)  # [B, T, V]
+        predicted, output = _predict(model, microbatch, **options)  # [B, T, V]
     if summed is not None and summed.total is not None:
         return Term(predicted, (targets != IGNORED_LABEL).sum()), output
     if predicted.ndim != 3 or predicted.shape[:2] != (len(targets), num_positions):
@@ -190,8 +190,8 @@ def mse(model: nn.Module, microbatch: Microbatch) -> Term:
 def _labels(microbatch: Microbatch) -> Tensor:
     labels = microbatch.get("labels") if isinstance(microbatch, Mapping) else None
     if not isinstance(labels, Tensor):
-        seen = f"the keys {', '.join(map(str, microbatch))}" if isinstance(microbatch, Mapping) else "no keys"
-        raise LossContractError(f"the samples have no labels, but {seen}; name what is predicted 'labels'")
+        found_keys = f"the keys {', '.join(map(str, microbatch))}" if isinstance(microbatch, Mapping) else "no keys"
+        raise LossContractError(f"the samples have no labels, but {found_keys}; name what is predicted 'labels'")
     return labels
 
 
@@ -207,14 +207,14 @@ def _predict_labels(model: nn.Module, microbatch: Microbatch) -> Tensor:
     return _predict(model, microbatch)[0]
 
 
-def _predict(model: nn.Module, microbatch: Microbatch, **asked: Any) -> tuple[Tensor, Any]:
-    """Call the model with everything but targets: a lone input by position, several by name; return logits and output.
+def _predict(model: nn.Module, microbatch: Microbatch, **options: Any) -> tuple[Tensor, Any]:
+    """Call the model with everything but targets: one input by position, several by name; return logits and output.
 
     Logits of half types become float32: a sum of thousands needs more digits than theirs.
     """
     inputs = {name: value for name, value in microbatch.items() if name not in TARGETS}
-    lone = len(inputs) == 1 and next(iter(inputs)) != "inputs_embeds"
-    output: Any = model(*inputs.values(), **asked) if lone else model(**inputs, **asked)
+    takes_one_input = len(inputs) == 1 and next(iter(inputs)) != "inputs_embeds"
+    output: Any = model(*inputs.values(), **options) if takes_one_input else model(**inputs, **options)
     logits: Any = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise LossContractError(

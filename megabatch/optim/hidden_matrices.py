@@ -26,13 +26,13 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
         outside += list(filter(_has_matrix, modules))[-1:]
     excluded = {id(parameter) for module in outside for parameter in module.parameters(recurse=False)}
     matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    other_parameters: list[nn.Parameter] = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         is_hidden_matrix = parameter.ndim == 2 and id(parameter) not in excluded
-        (matrices if is_hidden_matrix else others).append(parameter)
-    return matrices, others
+        (matrices if is_hidden_matrix else other_parameters).append(parameter)
+    return matrices, other_parameters
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import count_writes, is_dtensor, step_hooks, unhooked
+from megabatch.torch_private.autograd import count_writes
+from megabatch.torch_private.classes import is_dtensor
+from megabatch.torch_private.optimizers import step_hooks, unhooked
 
 Group = dict[str, Any]  # "params", and their options
 
@@ -74,7 +76,7 @@ class LowBits(Optimizer):
         reason = _reason_against(type(optimizer))
         if reason is not None:
             raise PlanError(f"{name} cannot keep low bits: {reason}; use an elementwise optimizer, such as AdamW")
-        if not any(_is_narrow(each) for group in optimizer.param_groups for each in group["params"]):
+        if not any(_is_narrow(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             raise PlanError(f"{name} has no bfloat16 parameter; leave LowBits out, or convert the model")
         if any("ns_steps" in group and any(map(is_dtensor, group["params"])) for group in optimizer.param_groups):
             raise PlanError(f"{name} cannot keep low bits of shards: Muon steps whole matrices; use DDP, or AdamW")
@@ -85,9 +87,9 @@ class LowBits(Optimizer):
             "defaults": optimizer.defaults, "state": optimizer.state, "param_groups": optimizer.param_groups,
             "optimizer": optimizer, "state_dtype": state_dtype,
         })  # fmt: skip
-        for each, state in self.state.items():  # Adagrad makes them before the first step
-            if _is_narrow(each):
-                self.state[each] = {**_in_dtype(state_dtype, state), LOW: self._low_bits(each)}
+        for parameter, state in self.state.items():  # Adagrad makes them before the first step
+            if _is_narrow(parameter):
+                self.state[parameter] = {**_in_dtype(state_dtype, state), LOW: self._low_bits(parameter)}
 
     @staticmethod
     def supports(kind: Callable[..., Optimizer]) -> bool:
@@ -141,37 +143,37 @@ class LowBits(Optimizer):
 
     def _largest(self) -> int:
         """Return the elements of the largest bfloat16 parameter on this rank."""
-        every = (each for group in self.param_groups for each in group["params"])
-        return max((_local(each).numel() for each in every if _is_narrow(each)), default=0)
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        return max((_local(parameter).numel() for parameter in every if _is_narrow(parameter)), default=0)
 
     def _step_few(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Step some parameters of a group, all of which have gradients, as float32 tensors."""
-        narrow = [each for each in parameters if _is_narrow(each)]
-        low = [self._low_bits(each) for each in narrow]
-        sizes = [_local(each).numel() for each in narrow]
+        narrow = [parameter for parameter in parameters if _is_narrow(parameter)]
+        low = [self._low_bits(parameter) for parameter in narrow]
+        sizes = [_local(parameter).numel() for parameter in narrow]
         flat = torch.empty(sum(sizes), dtype=torch.float32, device=parameters[0].device)
         _join(narrow, low, flat)
         wide = {
-            each: _as_laid(each, values.as_strided(_local(each).shape, _strides(_local(each))))
-            for each, values in zip(narrow, flat.split(sizes), strict=True)
+            parameter: _as_laid(parameter, values.as_strided(_local(parameter).shape, _strides(_local(parameter))))
+            for parameter, values in zip(narrow, flat.split(sizes), strict=True)
         }
-        for each, scratch in wide.items():
-            assert each.grad is not None
-            scratch.grad = each.grad.to(torch.float32)
-        self._step_inner(group, [wide.get(each, each) for each in parameters], parameters)
+        for parameter, scratch in wide.items():
+            assert parameter.grad is not None
+            scratch.grad = parameter.grad.to(torch.float32)
+        self._step_inner(group, [wide.get(parameter, parameter) for parameter in parameters], parameters)
         _split(flat, narrow, low)
-        for each, bits in zip(narrow, low, strict=True):
-            self.state[each][LOW] = bits
-            self._written[each] = _Written(_local(each))
+        for parameter, bits in zip(narrow, low, strict=True):
+            self.state[parameter][LOW] = bits
+            self._written[parameter] = _Written(_local(parameter))
 
     def _step_inner(self, group: Group, stepped: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         """Let the wrapped optimizer step tensors in place of the parameters, with the states of these."""
         inner, lent = self.optimizer, {**group, "params": list(stepped)}
         states: dict[Tensor, dict[str, Any]] = {}
-        for tensor, each in zip(stepped, parameters, strict=True):
-            if each in self.state:
-                state = {key: value for key, value in self.state[each].items() if key != LOW}
-                states[tensor] = _in_dtype(torch.float32, state) if _is_narrow(each) else state
+        for tensor, parameter in zip(stepped, parameters, strict=True):
+            if parameter in self.state:
+                state = {key: value for key, value in self.state[parameter].items() if key != LOW}
+                states[tensor] = _in_dtype(torch.float32, state) if _is_narrow(parameter) else state
         before = _marks(lent)
         inner.param_groups, inner.state = [lent], defaultdict(dict, states)
         try:
@@ -180,9 +182,10 @@ class LowBits(Optimizer):
         finally:
             inner.param_groups, inner.state = self.param_groups, self.state
         self._check_elementwise(_marks(lent) == before, after)
-        for tensor, each in zip(stepped, parameters, strict=True):
+        for tensor, parameter in zip(stepped, parameters, strict=True):
             if tensor in after:
-                self.state[each] = _in_dtype(self.state_dtype, after[tensor]) if _is_narrow(each) else after[tensor]
+                state = after[tensor]
+                self.state[parameter] = _in_dtype(self.state_dtype, state) if _is_narrow(parameter) else state
 
     def _check_elementwise(self, keeps_groups: bool, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         name = type(self.optimizer).__name__
@@ -222,7 +225,7 @@ class _Written:
 
 def _reason_against(kind: Callable[..., Optimizer]) -> str | None:
     """Return the reason why a class of optimizers cannot keep low bits, or None if it can."""
-    names = [each.__name__ for each in getattr(kind, "__mro__", ())]
+    names = [base.__name__ for base in getattr(kind, "__mro__", ())]
     if any(part in name for name in names for part in BLOCKWISE):
         return "its states are scaled by block"
     return next((REFUSED[name] for name in names if name in REFUSED), None)
@@ -289,14 +292,14 @@ def _divided(parameters: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
     """Yield the parameters with a gradient in runs of at most ``limit`` bfloat16 elements on one device."""
     run: list[Tensor] = []
     size = 0
-    for each in parameters:
-        if each.grad is None:
+    for parameter in parameters:
+        if parameter.grad is None:
             continue
-        more = _local(each).numel() if _is_narrow(each) else 0
-        if run and (size + more > limit or each.device != run[0].device):
+        more = _local(parameter).numel() if _is_narrow(parameter) else 0
+        if run and (size + more > limit or parameter.device != run[0].device):
             yield run
             run, size = [], 0
-        run.append(each)
+        run.append(parameter)
         size += more
     if run:
         yield run
@@ -304,9 +307,9 @@ def _divided(parameters: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
 
 def _join(parameters: Sequence[Tensor], low: Sequence[Tensor], flat: Tensor) -> None:
     """Write the float32 weights of bfloat16 parameters and their low bits to ``flat`` [sum of their elements]."""
-    for values, rest, bits in _pieces(parameters, low, flat):
+    for values, low_part, bits in _pieces(parameters, low, flat):
         bits.view(torch.float32).copy_(values)  # the bits are high << 16
-        bits.add_(rest.int())  # torch adds two dtypes at a third of the speed
+        bits.add_(low_part.int())  # torch adds two dtypes at a third of the speed
 
 
 def _split(flat: Tensor, parameters: Sequence[Tensor], low: Sequence[Tensor]) -> None:
@@ -314,11 +317,11 @@ def _split(flat: Tensor, parameters: Sequence[Tensor], low: Sequence[Tensor]) ->
 
     ``flat`` is overwritten.
     """
-    for values, rest, bits in _pieces(parameters, low, flat):
+    for values, low_part, bits in _pieces(parameters, low, flat):
         weights = bits.view(torch.float32)
         weights.nan_to_num_(nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))  # 0x7fffffff + HALF is -0
         bits.add_(HALF)
-        rest.copy_(bits).bitwise_xor_(-HALF)  # the last 16 bits, less HALF
+        low_part.copy_(bits).bitwise_xor_(-HALF)  # the last 16 bits, less HALF
         values.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
 
@@ -326,15 +329,15 @@ def _pieces(
     parameters: Sequence[Tensor], low: Sequence[Tensor], flat: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield values, low bits and float32 weights as int32 of this rank, in pieces that stay in a CPU's cache."""
-    parts = flat.view(torch.int32).split([_local(each).numel() for each in parameters])
-    for each, other, part in zip(parameters, low, parts, strict=True):
-        values, rest = _local(each).detach(), _local(other)
+    parts = flat.view(torch.int32).split([_local(parameter).numel() for parameter in parameters])
+    for parameter, low_bits, part in zip(parameters, low, parts, strict=True):
+        values, low_part = _local(parameter).detach(), _local(low_bits)
         strides = _strides(values)
-        if values.device.type == "cpu" and values.stride() == rest.stride() == strides:  # without gaps
-            in_order = (tensor.as_strided((tensor.numel(),), (1,)).split(PIECE) for tensor in (values, rest, part))
+        if values.device.type == "cpu" and values.stride() == low_part.stride() == strides:  # without gaps
+            in_order = (tensor.as_strided((tensor.numel(),), (1,)).split(PIECE) for tensor in (values, low_part, part))
             yield from zip(*in_order, strict=True)
         else:
-            yield values, rest, part.as_strided(values.shape, strides)
+            yield values, low_part, part.as_strided(values.shape, strides)
 
 
 def _as_laid(parameter: Tensor, values: Tensor) -> Tensor:
@@ -351,10 +354,10 @@ def _as_laid(parameter: Tensor, values: Tensor) -> Tensor:
 def _checksum(values: Tensor) -> Tensor:
     """Return a sum of the bits, four weights at a time, which another order of weights hardly ever has."""
     bits = values.detach().view(torch.int16).reshape(-1)
-    whole = bits.numel() // 4 * 4
+    num_in_fours = bits.numel() // 4 * 4
     if bits.storage_offset() % 4:
         bits = bits.clone()
-    return bits[:whole].view(torch.int64).sum() + bits[whole:].sum()
+    return bits[:num_in_fours].view(torch.int64).sum() + bits[num_in_fours:].sum()
 
 
 def _marks(group: Group) -> dict[str, object]:
