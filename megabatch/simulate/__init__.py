@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megabatch.simulate.devices import device_named as device_named
     from megabatch.simulate.ledger import CATEGORIES as CATEGORIES
     from megabatch.simulate.ledger import Moment as Moment
+    from megabatch.simulate.long_samples import simulate_long_samples as simulate_long_samples
     from megabatch.simulate.quantized import QUANTIZED_OPTIMIZERS as QUANTIZED_OPTIMIZERS
     from megabatch.simulate.quantized import FourBitLinear as FourBitLinear
     from megabatch.simulate.quantized import QuantizedAdam as QuantizedAdam
@@ -41,6 +42,7 @@ else:
         "message_seconds": "traffic",
         "repeat_microbatches": "repeated_layers",
         "simulate": "simulated_update",
+        "simulate_long_samples": "long_samples",
     }
     __all__ = list(_HOME)
     __getattr__, __dir__ = export_lazily(__name__, _HOME)

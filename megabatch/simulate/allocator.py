@@ -68,11 +68,12 @@ class _Block:
 
     def split(self, size: int) -> "_Block":
         """Keep ``size`` bytes; return the rest as a block of its own."""
-        rest = _Block(self.pool, self.start + size, self.size - size, self.is_free, self.is_mapped, self, self.after)
+        start, size_left = self.start + size, self.size - size
+        remainder = _Block(self.pool, start, size_left, self.is_free, self.is_mapped, self, self.after)
         if self.after is not None:
-            self.after.before = rest
-        self.after, self.size = rest, size
-        return rest
+            self.after.before = remainder
+        self.after, self.size = remainder, size
+        return remainder
 
     def merge_after(self) -> None:
         """Merge the next block into this one."""
@@ -135,16 +136,17 @@ class _Allocator:
     def free(self, name: int) -> None:
         block = self._used.pop(name)
         self._allocated -= block.size
-        for other in (block.after, block.before):
-            if other is not None and other.is_free and other.is_mapped:
-                other.pool.remove(other)
-                block = block if other is block.after else other
+        for neighbour in (block.after, block.before):
+            if neighbour is not None and neighbour.is_free and neighbour.is_mapped:
+                neighbour.pool.remove(neighbour)
+                block = block if neighbour is block.after else neighbour
                 block.merge_after()
         self._put(block)
 
     def _take(self, block: _Block, size: int) -> None:
-        rest = block.size - size
-        if rest >= ROUND_BYTES if block.pool.is_small or self._expandable else rest > LEAST_REST_BYTES:
+        remaining_bytes = block.size - size
+        is_fine = block.pool.is_small or self._expandable
+        if remaining_bytes >= ROUND_BYTES if is_fine else remaining_bytes > LEAST_REST_BYTES:
             self._put(block.split(size))
         block.is_free = False
         self._allocated += block.size
@@ -166,8 +168,8 @@ class _Allocator:
         """Return a block of a new segment, or grow the expandable one; None if the device is full."""
         if self._expandable:
             return self._grow(pool, size)
-        own = -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-        segment = pool.page_bytes if size < OWN_SEGMENT_BYTES else own
+        single_bytes = -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+        segment = pool.page_bytes if size < OWN_SEGMENT_BYTES else single_bytes
         return _Block(pool, 0, segment) if self._reserve(segment) else None
 
     def _grow(self, pool: _Pool, size: int) -> _Block | None:

@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megabatch.errors import PlanError, in_one_line
 from megabatch.simulate.devices import tensors_in
 from megabatch.simulate.ledger import Ledger
-from megabatch.torch_private import NEEDS_DATA, is_in_backward, packet_of, partitioned, pytree, without_modes
+from megabatch.torch_private.autograd import is_in_backward
+from megabatch.torch_private.operations import NEEDS_DATA, packet_of, partitioned, pytree, without_modes
 
 aten = torch.ops.aten
 FUSED = {  # operations that are part of a kernel, besides pointwise ones
@@ -66,9 +67,10 @@ class LayerGraphs:
     def run(self, weights: Weights, args: Any, named: Any) -> Any:
         """Run the graphs for these inputs. They are traced once."""
         values, structure = pytree.tree_flatten((args, named))
-        tensors = [each for each in values if isinstance(each, Tensor)]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        inputs = (*values, *(weight for part in weights for weight in part.values()))
         key = (
-            str(structure), *(_kind(each) for part in (values, *(part.values() for part in weights)) for each in part),
+            str(structure), *map(_kind, inputs),
             torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
         )  # fmt: skip
         if key not in self._traced:
@@ -76,16 +78,16 @@ class LayerGraphs:
         return self._traced[key](weights, tensors)
 
     def _trace(self, values: list[Any], structure: Any, weights: Weights, tensors: list[Tensor]) -> Any:
-        constants = [None if isinstance(each, Tensor) else each for each in values]
-        places = [place for place, each in enumerate(values) if isinstance(each, Tensor)]
+        constants = [None if isinstance(value, Tensor) else value for value in values]
+        places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
 
         def call(weights: Weights, tensors: list[Tensor]) -> Any:
             filled = list(constants)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             args, named = pytree.tree_unflatten(filled, structure)
-            own = tuple({f"layer.{name}": each for name, each in part.items()} for part in weights)
-            results = torch.func.functional_call(self._plain, own, args, named)
+            layer_weights = tuple({f"layer.{name}": weight for name, weight in part.items()} for part in weights)
+            results = torch.func.functional_call(self._plain, layer_weights, args, named)
             self.num_results = len(pytree.tree_leaves(results))
             return results
 
@@ -139,27 +141,28 @@ def find_kernels(graph: fx.Graph) -> Kernels:
         return node
 
     for node in graph.nodes:
-        inputs = [source[each] for each in node.all_input_nodes]
-        depth[node] = max((depth[each] + _ends_kernel(each) for each in inputs), default=0)
+        inputs = [source[input_node] for input_node in node.all_input_nodes]
+        depth[node] = max((depth[input_node] + _ends_kernel(input_node) for input_node in inputs), default=0)
         source[node] = inputs[0] if _is_view(node) and inputs else node
         if source[node] is not node:
             continue
-        for each in inputs:
-            users.setdefault(each, []).append(node)
+        for input_node in inputs:
+            users.setdefault(input_node, []).append(node)
         if not _is_fused(node):
             continue
         kernel_of[node] = node
-        for each in inputs:
-            if each in kernel_of and depth[each] == depth[node]:
-                kernel_of[first_of(each)] = first_of(node)
+        for input_node in inputs:
+            if input_node in kernel_of and depth[input_node] == depth[node]:
+                kernel_of[first_of(input_node)] = first_of(node)
             else:
-                read.add((depth[node], each))
+                read.add((depth[node], input_node))
     written = {
         node: any(user not in kernel_of or depth[user] != depth[node] for user in users.get(node, ()))
         for node in kernel_of
     }
     results = [node for node, is_written in written.items() if is_written]
-    num_bytes = sum(_bytes_of(node) for node in (*(each for _, each in read), *results))
+    moved = [*(node for _, node in read), *results]
+    num_bytes = sum(map(_bytes_of, moved))
     return Kernels(written, num_bytes, sum(first is node for node, first in kernel_of.items()))
 
 
@@ -194,7 +197,8 @@ class _FusedForward(_FusedGraph):
     def __init__(self, owner: LayerGraphs, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__(owner, module, inputs)
         (*_, output) = module.graph.nodes
-        waiting = [each for each in output.args[0][owner.num_results :] if isinstance(each, fx.Node)]
+        results = output.args[0][owner.num_results :]
+        waiting = [result for result in results if isinstance(result, fx.Node)]
         self._needed: set[fx.Node] = set()
         while waiting:
             node = waiting.pop()
@@ -224,7 +228,7 @@ def _ends_kernel(node: fx.Node) -> bool:
 
 
 def _bytes_of(node: fx.Node) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors_in((node.meta.get("val"),)))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((node.meta.get("val"),)))
 
 
 def _kind(value: Any) -> object:

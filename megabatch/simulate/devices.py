@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import packet_of, schema_of
+from megabatch.torch_private.operations import packet_of, schema_of
 
 MIB, GIB, GIGA, TERA = 2**20, 2**30, 10**9, 10**12
 LINK_SHARE = 0.8  # of the printed rate; NCCL's ring on eight A100 moves 235 of 300 GB/s
@@ -234,13 +234,13 @@ def cast_bytes(func: Any, args: Sequence[Any]) -> int:
 
     A GPU casts inside of its kernel (`TensorIteratorBase::compute_types` in torch).
     """
-    if packet_of(func) not in PROMOTING or not all(isinstance(each, Tensor) for each in args[:2]):
+    if packet_of(func) not in PROMOTING or not all(isinstance(operand, Tensor) for operand in args[:2]):
         return 0
-    one, other = args[:2]
-    if one.dtype == other.dtype:
+    first, second = args[:2]
+    if first.dtype == second.dtype:
         return 0
-    dtype = torch.result_type(one, other)
-    return sum(each.numel() * dtype.itemsize for each in (one, other) if each.dtype != dtype)
+    dtype = torch.result_type(first, second)
+    return sum(operand.numel() * dtype.itemsize for operand in (first, second) if operand.dtype != dtype)
 
 
 def written_by(func: Any, args: Sequence[Any]) -> list[Any]:

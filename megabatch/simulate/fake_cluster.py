@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from math import prod
@@ -20,18 +21,14 @@ from megabatch.pipeline.stages import Pipeline
 from megabatch.simulate.devices import Device
 from megabatch.simulate.ledger import replaced
 from megabatch.simulate.replica import Replica
-from megabatch.torch_private import (
-    NEEDS_DATA,
-    FakeTensorMode,
-    UncompiledMode,
-    clear_mesh_caches,
-    is_compiled,
-    make_fake_store,
-    original_of,
-    own_parameters,
-    param_groups,
-)
+from megabatch.torch_private.dtensors import clear_mesh_caches
+from megabatch.torch_private.fsdp2_groups import param_groups
+from megabatch.torch_private.module_members import is_compiled, original_of, own_parameters
+from megabatch.torch_private.operations import NEEDS_DATA, FakeTensorMode, UncompiledMode
+from megabatch.torch_private.process_groups import make_fake_store
 from megabatch.wrappers.mesh import DataRanks, check_axes
+
+GROUPED_IN_BFLOAT16 = "Expected inputs of BF16 type"  # what torch's product in groups says of fake tensors
 
 
 class FakeMode(UncompiledMode, FakeTensorMode):
@@ -47,14 +44,14 @@ class FakeMode(UncompiledMode, FakeTensorMode):
 def check_model(model: Any) -> list[nn.Module]:
     """Return the models of one model or a list. Raise `PlanError` for one that cannot be simulated."""
     models = list(cast(list[Any], model)) if isinstance(model, list | tuple) else [model]
-    for each in models:
-        if isinstance(each, Pipeline) and len(models) > 1:
+    for listed in models:
+        if isinstance(listed, Pipeline) and len(models) > 1:
             raise PlanError("a Pipeline cannot be one of several models; simulate it alone")
-        if not isinstance(each, nn.Module):
+        if not isinstance(listed, nn.Module):
             raise PlanError(
-                f"make_model returned a {type(each).__name__}; expected a torch.nn.Module, or a list of them"
+                f"make_model returned a {type(listed).__name__}; expected a torch.nn.Module, or a list of them"
             )
-        for module in each.modules():
+        for module in listed.modules():
             _check_module(module)
     return models
 
@@ -85,8 +82,8 @@ def give_fake_memory(models: list[nn.Module]) -> None:
                 parameter.pin_memory = False
         shared = _shared_places(model)
         model.to_empty(device="cpu")
-        for first, *others in shared:
-            for module, name in others:
+        for first, *other_places in shared:
+            for module, name in other_places:
                 own_parameters(module)[name] = own_parameters(first[0])[first[1]]
 
 
@@ -102,7 +99,7 @@ def _shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
-    return [each for each in places.values() if len(each) > 1]
+    return [shared_places for shared_places in places.values() if len(shared_places) > 1]
 
 
 @contextlib.contextmanager
@@ -130,7 +127,12 @@ def uncut_steps(device: Device) -> Generator[None]:
 
 @contextlib.contextmanager
 def refuse_data_access() -> Generator[None]:
-    """Raise `PlanError` in one line where code reads the contents of a tensor, which a simulation does not have."""
+    """Raise `PlanError` in one line for what fake tensors cannot do: give their contents, or multiply in groups.
+
+    torch's shapes of a product in groups are those of bfloat16, although its kernels take float32 too.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # It logs a traceback of what it raises.
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     except NEEDS_DATA as error:
@@ -138,6 +140,15 @@ def refuse_data_access() -> Generator[None]:
             f"what is run looks at the contents of a tensor ({in_one_line(error)}), and a simulation has none; give "
             "code whose shapes follow from shapes (experts by grouped_mm, no .item(), no nonzero)"
         ) from None
+    except RuntimeError as error:
+        if GROUPED_IN_BFLOAT16 not in str(error):
+            raise
+        raise PlanError(
+            "experts are multiplied in groups in another dtype than bfloat16, the one that torch simulates; plan in it "
+            "(--model.dtype=bfloat16)"
+        ) from None
+    finally:
+        logger.disabled = was_disabled
 
 
 @contextlib.contextmanager

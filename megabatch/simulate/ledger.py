@@ -20,18 +20,15 @@ from torch.distributed.tensor import DTensor
 from megabatch.simulate.allocator import ROUND_BYTES, Event
 from megabatch.simulate.devices import CONTENTION, DEVICES, Device, busy_seconds, cast_bytes, cost_of, tensors_in
 from megabatch.simulate.traffic import SEND, Collective, Key, Sent, count_traffic, parse_collective
-from megabatch.torch_private import (
+from megabatch.torch_private.classes import local_tensor
+from megabatch.torch_private.dtensors import trial_of_dtensor
+from megabatch.torch_private.fsdp2_groups import awaits_gather, class_of_groups, partly_reduced, unsharded_parameter
+from megabatch.torch_private.operations import (
     WAIT,
     TorchDispatchMode,
     UncompiledMode,
     address_of,
-    awaits_gather,
-    class_of_groups,
     is_traceable_wrapper_subclass,
-    local_tensor,
-    partly_reduced,
-    trial_of_dtensor,
-    unsharded_parameter,
 )
 
 CATEGORIES = (
@@ -79,27 +76,27 @@ class Phase:
             gathers_once: Parameters are gathered as often as before, too.
         """
 
-        def is_once(each: Sent) -> bool:
-            return each.reduces_gradients or (gathers_once and each.gathers_parameters)
+        def is_once(sent: Sent) -> bool:
+            return sent.reduces_gradients or (gathers_once and sent.gathers_parameters)
 
         seconds = ("compute_seconds", "arithmetic_seconds", "host_seconds", "cpu_seconds", "copy_seconds",
                    "awaited_seconds")  # fmt: skip
         return replace(
             self,
             flops=round(num * self.flops),
-            sent={key: each if is_once(each) else each.times_plus(num) for key, each in self.sent.items()},
+            sent={key: sent if is_once(sent) else sent.times_plus(num) for key, sent in self.sent.items()},
             **{name: num * getattr(self, name) for name in seconds},
         )
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends."""
-        return sum(each.sent_bytes for each in self.sent.values())
+        return sum(sent.sent_bytes for sent in self.sent.values())
 
     @property
     def traffic_seconds(self) -> float:
         """Seconds of all collectives, one after the other."""
-        return sum(each.seconds for each in self.sent.values())
+        return sum(sent.seconds for sent in self.sent.values())
 
     @property
     def seconds(self) -> float:
@@ -114,7 +111,7 @@ class Phase:
     @property
     def overlapped_seconds(self) -> float:
         """Seconds of the collectives that overlap with computing. Messages of a pipeline are part of the idle time."""
-        messages = sum(each.seconds for each in self.sent.values() if each.collective == SEND)
+        messages = sum(sent.seconds for sent in self.sent.values() if sent.collective == SEND)
         return self.traffic_seconds - messages - self.awaited_seconds
 
     @property
@@ -206,7 +203,7 @@ class MemoryLog:
     @property
     def peak(self) -> tuple[str, Phase]:
         """Name and record of the phase with the highest peak."""
-        return max(self.phases.items(), key=lambda each: each[1].peak_bytes)
+        return max(self.phases.items(), key=lambda named_phase: named_phase[1].peak_bytes)
 
     def _count(self, category: str, num_bytes: int, seconds: float) -> None:
         if category in self.on_host:
@@ -286,7 +283,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
     def begin_log(self) -> None:
         """Begin the log with the memory that is held now, in the order of its allocation."""
         alive = sorted(self._storages.values(), key=lambda storage: storage.name)
-        self.log.steps = [Step(ALLOCATE, each.name, each.num_bytes, 0, each.category) for each in alive]
+        self.log.steps = [Step(ALLOCATE, storage.name, storage.num_bytes, 0, storage.category) for storage in alive]
 
     def tag(self, tensors: Iterable[Tensor | None], category: str) -> None:
         """Set the category of storages, and count those not seen before."""
@@ -298,14 +295,14 @@ class Ledger(UncompiledMode, TorchDispatchMode):
     def copying_shards(self, parameters: Sequence[Any]) -> Generator[None]:
         """Copy the offloaded shards of FSDP2's parameters to the device, and keep the copies while this is open."""
         before, self._is_on_device = self._is_on_device, True
-        shards = [local_tensor(each.sharded_param) for each in parameters] if self._offloads else []
-        casts = [each.param_dtype not in (None, each.sharded_param.dtype) for each in parameters]
+        shards = [local_tensor(parameter.sharded_param) for parameter in parameters] if self._offloads else []
+        casts = [parameter.param_dtype not in (None, parameter.sharded_param.dtype) for parameter in parameters]
         copied = [shard.nbytes for shard in shards]
         # A cast lets go of its copy before the next one; the ledger sees what it is cast to.
-        kept = sum(size for size, is_cast in zip(copied, casts, strict=False) if not is_cast)
+        uncast_bytes = sum(size for size, is_cast in zip(copied, casts, strict=False) if not is_cast)
         largest = max((size for size, is_cast in zip(copied, casts, strict=False) if is_cast), default=0)
         copy = _Storage(0, "communication", 0)
-        self._resize(copy, -(-(kept + largest) // ROUND_BYTES) * ROUND_BYTES)
+        self._resize(copy, -(-(uncast_bytes + largest) // ROUND_BYTES) * ROUND_BYTES)
         self.count_copy(TO_DEVICE, sum(copied))
         try:
             yield
@@ -344,8 +341,8 @@ class Ledger(UncompiledMode, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and not args[0].fake_mode.in_kernel_invocation:  # the most frequent operation by far
             return args[0].fake_device
-        for each in types:
-            if hasattr(each, "__tensor_flatten__"):
+        for kind in types:
+            if hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # so that the operations inside of it come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -380,7 +377,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
 
     def _is_of_host(self, arguments: tuple[Any, ...]) -> bool:
         """Return True if an argument is in the host's memory."""
-        storages = (self._storages.get(address_of(each.untyped_storage())) for each in tensors_in(arguments))
+        storages = (self._storages.get(address_of(tensor.untyped_storage())) for tensor in tensors_in(arguments))
         return any(known is not None and known.category in self.log.on_host for known in storages)
 
     def _count_collective(self, collective: Collective) -> None:
@@ -520,8 +517,8 @@ def tagging_shards(ledger: Ledger) -> Generator[None]:
             result = after(group, *unused)
             _tag_gradients(ledger, group)
             if ledger.offloads and group.reduce_grads and partly_reduced(group) is None:
-                shards = (each.sharded_param.grad for each in group.fsdp_params)
-                ledger.count_copy(TO_HOST, sum(local_tensor(each).nbytes for each in shards if each is not None))
+                shards = (fsdp_param.sharded_param.grad for fsdp_param in group.fsdp_params)
+                ledger.count_copy(TO_HOST, sum(local_tensor(shard).nbytes for shard in shards if shard is not None))
             return result
 
         return post_backward
@@ -537,8 +534,8 @@ def tagging_shards(ledger: Ledger) -> Generator[None]:
 
 def _tag_gradients(ledger: Ledger, group: Any) -> None:
     for parameter in group.fsdp_params:
-        own = getattr(unsharded_parameter(parameter), "grad", None)
-        ledger.tag((own, parameter.unsharded_accumulated_grad), "unsharded gradients")
+        gradient = getattr(unsharded_parameter(parameter), "grad", None)
+        ledger.tag((gradient, parameter.unsharded_accumulated_grad), "unsharded gradients")
         ledger.tag((parameter.sharded_param.grad, partly_reduced(group)), "gradients")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import local_tensor
+from megabatch.torch_private.classes import local_tensor
 
 MIN_NUMBERS = 4096  # of a parameter whose states are quantized
 SCALED, TWICE_SCALED = 64, 256  # numbers of a matrix with a scale, and scales with a scale
@@ -39,13 +39,13 @@ class QuantizedStates(NamedTuple):
 
 
 def _by_name() -> dict[str, QuantizedStates]:
-    found: dict[str, QuantizedStates] = {}
+    states_by_name: dict[str, QuantizedStates] = {}
     for kind in ("Adam", "AdamW"):
         for name, bits, block in (("8bit", 8, 256), ("4bit", 4, 128), ("Fp8", 8, 256)):
-            found[f"torchao.optim:{kind}{name}"] = QuantizedStates(bits, block, only_whole_blocks=True)
+            states_by_name[f"torchao.optim:{kind}{name}"] = QuantizedStates(bits, block, only_whole_blocks=True)
         for paged in ("", "Paged"):
-            found[f"bitsandbytes.optim:{paged}{kind}8bit"] = QuantizedStates(8, 256, only_whole_blocks=False)
-    return found
+            states_by_name[f"bitsandbytes.optim:{paged}{kind}8bit"] = QuantizedStates(8, 256, only_whole_blocks=False)
+    return states_by_name
 
 
 QUANTIZED_OPTIMIZERS = _by_name()
@@ -76,9 +76,11 @@ class QuantizedAdam(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - no closure
-        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for parameter in (parameter for parameter in parameters if parameter.grad is not None):
             weight, gradient = (
-                local_tensor(each) if isinstance(each, DTensor) else each for each in (parameter, parameter.grad)
+                local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                for tensor in (parameter, parameter.grad)
             )
             if not self.state[parameter]:
                 self.state[parameter] = self._new_states(weight)

@@ -36,7 +36,7 @@ def extend(shallow: Simulated, deeper: Simulated, num_blocks: int) -> Simulated 
     ``num_blocks`` of 0 is ``shallow``, and of 1 is ``deeper``.
     """
     tried = (_extend_steps(shallow, deeper, num_blocks, by_sum) for by_sum in (False, True))
-    steps = next((found for found in tried if found is not None), None)
+    steps = next((extended for extended in tried if extended is not None), None)
     if steps is None or shallow.phases.keys() != deeper.phases.keys():
         return None
     log = MemoryLog(shallow.on_host, is_cpu=shallow.device.is_cpu)
@@ -89,7 +89,7 @@ class Alignment:
     sizes: dict[int, int] = field(
         default_factory=dict[int, int]
     )  # of a step with other bytes → bytes in the shorter list
-    kept: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # end of a phase → what more it keeps
+    surplus: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # end of a phase → what more it keeps
 
 
 def align(shorter: Sequence[Step], longer: Sequence[Step], *, by_sum: bool = False) -> Alignment | None:
@@ -97,29 +97,29 @@ def align(shorter: Sequence[Step], longer: Sequence[Step], *, by_sum: bool = Fal
 
     ``by_sum`` looks for no blocks in the optimizer's step, only for what more it keeps.
     """
-    found, end = Alignment(), 0
+    alignment, end = Alignment(), 0
     parts, longer_parts = _split(shorter), _split(longer)
     if len(parts) != len(longer_parts):
         return None
     for part, longer_part in zip(parts, longer_parts, strict=True):
         start, end = end, end + len(longer_part)
         is_step = [step.category for step in longer_part[:1]] == [OPTIMIZER_PHASE]
-        if not (by_sum and is_step) and _align_part(part, longer_part, start, found):
+        if not (by_sum and is_step) and _align_part(part, longer_part, start, alignment):
             continue
         if not is_step:
             return None
         cut, longer_cut = _end_of_own(part), _end_of_own(longer_part)
-        kept = _kept_more(part[:cut], longer_part[:longer_cut])
-        if kept is None or not _align_part(part[cut:], longer_part[longer_cut:], start + longer_cut, found):
+        kept_steps = _kept_more(part[:cut], longer_part[:longer_cut])
+        if kept_steps is None or not _align_part(part[cut:], longer_part[longer_cut:], start + longer_cut, alignment):
             return None
-        found.kept[start + longer_cut] = kept
-    return found
+        alignment.surplus[start + longer_cut] = kept_steps
+    return alignment
 
 
 def _end_of_own(steps: Sequence[Step]) -> int:
     """Return the position after the last step with an allocation that is made here."""
-    own = {step.name for step in steps if step.kind == ALLOCATE}
-    return max((index + 1 for index, step in enumerate(steps) if step.name in own), default=0)
+    allocated = {step.name for step in steps if step.kind == ALLOCATE}
+    return max((index + 1 for index, step in enumerate(steps) if step.name in allocated), default=0)
 
 
 def _split(steps: Sequence[Step]) -> list[Sequence[Step]]:
@@ -128,7 +128,7 @@ def _split(steps: Sequence[Step]) -> list[Sequence[Step]]:
     return [steps[first:end] for first, end in pairwise(starts)]
 
 
-def _align_part(shorter: Sequence[Step], longer: Sequence[Step], start: int, found: Alignment) -> bool:
+def _align_part(shorter: Sequence[Step], longer: Sequence[Step], start: int, alignment: Alignment) -> bool:
     """Add the blocks of a part that begins at ``start`` of the longer list; False, and nothing, where they fail."""
     ids: dict[Kind, int] = {}
     short, long = ([ids.setdefault(_kind(step), len(ids)) for step in steps] for steps in (shorter, longer))
@@ -138,7 +138,7 @@ def _align_part(shorter: Sequence[Step], longer: Sequence[Step], start: int, fou
     while i < len(short) or j < len(long):
         if i < len(short) and j < len(long) and short[i] == long[j]:
             i, j = i + 1, j + 1
-        elif length := _block_length(short, long, i, j):
+        elif length := _block_length(short, long, i, j) or _block_before_grown(shorter, longer, i, j):
             blocks.append((start + j, length))
             j += length
         elif i < len(short) and j < len(long) and _are_alike(shorter[i : i + FEW], longer[j : j + FEW]):
@@ -146,8 +146,8 @@ def _align_part(shorter: Sequence[Step], longer: Sequence[Step], start: int, fou
             i, j = i + 1, j + 1
         else:
             return False
-    found.blocks.extend(blocks)
-    found.sizes.update(sizes)
+    alignment.blocks.extend(blocks)
+    alignment.sizes.update(sizes)
     return True
 
 
@@ -162,11 +162,11 @@ def _kept_more(shorter: Sequence[Step], longer: Sequence[Step]) -> list[Step] | 
     An optimizer that steps a few parameters at a time cuts them otherwise for each number of layers. It frees what it
     needs for that, and keeps states.
     """
-    kept, freed = _kept(longer)
+    kept_longer, freed = _kept(longer)
     less, freed_less = _kept(shorter)
-    kept.update(freed_less)
+    kept_longer.update(freed_less)
     less.update(freed)
-    return None if less - kept else list((kept - less).elements())
+    return None if less - kept_longer else list((kept_longer - less).elements())
 
 
 def _kept(steps: Sequence[Step]) -> tuple[Counter[Step], Counter[Step]]:
@@ -208,9 +208,38 @@ def _block_length(short: list[int], long: list[int], i: int, j: int) -> int:
     return best
 
 
+def _block_before_grown(shorter: Sequence[Step], longer: Sequence[Step], i: int, j: int) -> int:
+    """Return the length of the block at ``j`` after which both agree but for bytes that grow with the layers; or 0.
+
+    It is 0, too, where both agree as far without a block.
+    """
+    best, best_agreeing = 0, max(FEW - 1, _agreeing_but_grown(shorter, longer, i, j))
+    for length in range(1, min(j, len(longer) - j) + 1):
+        at = j + length
+        agreeing = _agreeing_but_grown(shorter, longer, i, at)
+        if agreeing > best_agreeing and all(map(_are_same, longer[j - length : j], longer[j:at])):
+            best, best_agreeing = length, agreeing
+    return best
+
+
+def _are_same(one: Step, other: Step) -> bool:
+    return _kind(one) == _kind(other)
+
+
+def _agreeing_but_grown(shorter: Sequence[Step], longer: Sequence[Step], i: int, j: int) -> int:
+    """Return how many steps agree from there on, if all bytes that grow grow alike."""
+    grown: dict[int, int] = {}
+    for number, (one, other) in enumerate(zip(shorter[i : i + WINDOW], longer[j : j + WINDOW], strict=False)):
+        is_same = one.num_bytes == other.num_bytes
+        has_grown_alike = is_same or grown.setdefault(one.num_bytes, other.num_bytes) == other.num_bytes
+        if not has_grown_alike or not _are_alike([one], [other]):
+            return number
+    return min(WINDOW, len(shorter) - i, len(longer) - j)
+
+
 def _agreeing(short: list[int], long: list[int], i: int, j: int) -> int:
-    most = min(WINDOW, len(short) - i, len(long) - j)
-    return next((number for number in range(most) if short[i + number] != long[j + number]), most)
+    window = min(WINDOW, len(short) - i, len(long) - j)
+    return next((number for number in range(window) if short[i + number] != long[j + number]), window)
 
 
 @dataclass
@@ -238,7 +267,7 @@ class _Writer:
 
     def __init__(self, steps: Sequence[Step], alignment: Alignment, num_blocks: int) -> None:
         self._steps, self._sizes, self._num_blocks = steps, alignment.sizes, num_blocks
-        self._blocks, self._kept = dict(alignment.blocks), alignment.kept
+        self._blocks, self._kept = dict(alignment.blocks), alignment.surplus
         self._sites = _sites(steps, alignment.blocks)
         self._targets = self._find_targets()
         self._live: dict[object, list[_Live]] = {}
@@ -268,19 +297,22 @@ class _Writer:
         new = step._replace(seconds=self._seconds)
         if step.kind == ALLOCATE:
             self._names += 1
-            least = self._sizes.get(index, step.num_bytes)
-            num_bytes = ceil(_grown(least, step.num_bytes, self._num_blocks) / ROUND_BYTES) * ROUND_BYTES
+            bytes_once = self._sizes.get(index, step.num_bytes)
+            num_bytes = ceil(_grown(bytes_once, step.num_bytes, self._num_blocks) / ROUND_BYTES) * ROUND_BYTES
             new = new._replace(name=self._names, num_bytes=num_bytes)
             self._live.setdefault(self._sites[index], []).append(
                 _Live(new.name, new.num_bytes, new.stream, new.category)
             )
         elif step.kind in (FREE, MOVE):
-            one = self._find(index)
-            if one is None:
+            allocation = self._find(index)
+            if allocation is None:
                 return False
-            category = one.category if step.kind == FREE else step.category
-            new = Step(step.kind, one.name, one.num_bytes, one.stream, category, one.category, self._seconds)
-            one.category = category
+            category = allocation.category if step.kind == FREE else step.category
+            new = Step(
+                step.kind, allocation.name, allocation.num_bytes, allocation.stream, category, allocation.category,
+                self._seconds,
+            )  # fmt: skip
+            allocation.category = category
         elif step.kind == BEGIN:
             self._seconds = 0.0
         self._written.append(new)
@@ -292,12 +324,13 @@ class _Writer:
         site, turn = self._targets[index]
         alive = self._live.get(site, [])
         if step.kind == MOVE:
-            alive = [each for each in alive if each.category == step.before]
+            alive = [allocation for allocation in alive if allocation.category == step.before]
         if not -len(alive) <= turn < len(alive):
-            like = ((each, len(each) - 1) for each in self._live.values() if each and each[-1].is_like(step))
-            alive, turn = max(like, key=lambda found: found[0][-1].name, default=([], 0))
-            if not alive:
+            like = [allocations for allocations in self._live.values() if allocations and allocations[-1].is_like(step)]
+            if not like:
                 return None
+            alive = max(like, key=lambda allocations: allocations[-1].name)
+            turn = len(alive) - 1
         return alive.pop(turn) if step.kind == FREE else alive[turn]
 
     def _find_targets(self) -> dict[int, tuple[object, int]]:
@@ -321,16 +354,16 @@ class _Writer:
                 turns.setdefault(self._sites[index], []).append((index, turn, turn - len(names)))
                 if step.kind == FREE:
                     names.pop(turn)
-        found: dict[int, tuple[object, int]] = {}
-        for each in turns.values():
-            from_start, from_end = ({turn[side] for turn in each} for side in (1, 2))
+        resolved: dict[int, tuple[object, int]] = {}
+        for turns_of_site in turns.values():
+            from_start, from_end = ({turn[side] for turn in turns_of_site} for side in (1, 2))
             is_from_end = len(from_end) == 1 or (len(from_start) > 1 and max(from_end) == -1)
-            if len(each) == 1:
-                (_, start, end), *_ = each
+            if len(turns_of_site) == 1:
+                (_, start, end), *_ = turns_of_site
                 is_from_end = -end - 1 <= start
-            for index, start, end in each:
-                found[index] = targets[index], end if is_from_end else start
-        return found
+            for index, start, end in turns_of_site:
+                resolved[index] = targets[index], end if is_from_end else start
+        return resolved
 
 
 def _sites(steps: Sequence[Step], blocks: Sequence[tuple[int, int]]) -> list[object]:
@@ -350,24 +383,24 @@ def _sites(steps: Sequence[Step], blocks: Sequence[tuple[int, int]]) -> list[obj
     return sites
 
 
-def repeat_microbatches(found: Simulated, num_microbatches: int) -> Simulated | None:
+def repeat_microbatches(simulated: Simulated, num_microbatches: int) -> Simulated | None:
     """Return the simulation of more microbatches of a pipeline's rank with one stage, of which a few were run.
 
     The steps of a microbatch in the middle are written down again for others, between those of the first and the last.
     Returns None if a step then names memory that is not there, or if memory is left over.
     """
-    repeater = _Repeater(found.steps, found.num_microbatches, num_microbatches)
+    repeater = _Repeater(simulated.steps, simulated.num_microbatches, num_microbatches)
     steps = repeater.write()
     if steps is None:
         return None
-    log = MemoryLog(found.on_host)
+    log = MemoryLog(simulated.on_host)
     for step in steps:
         log.add(step)
     log.record_moment(steps[-1].seconds)
     for name, phase in log.phases.items():
-        log.phases[name] = replace(found.phases[name], peak_bytes=phase.peak_bytes, at_peak=phase.at_peak)
+        log.phases[name] = replace(simulated.phases[name], peak_bytes=phase.peak_bytes, at_peak=phase.at_peak)
     return replace(
-        found,
+        simulated,
         phases=log.phases,
         where=log.peak[0],
         steady_bytes=log.steady_bytes,
@@ -402,13 +435,13 @@ class _Segment:
         freed = {step.name for step in self.steps if step.kind == FREE}
         moved = {step.name: step.category for step in self.steps if step.kind == MOVE}  # gradients are made once
         turns: Counter[tuple[int, str, int]] = Counter()
-        found: dict[int, Mark] = {}
+        marks: dict[int, Mark] = {}
         for step in self.steps:
             if step.kind == ALLOCATE and step.name not in freed:
                 kind = step.num_bytes, moved.get(step.name, step.category), step.stream
-                found[step.name] = (*kind, turns[kind])
+                marks[step.name] = (*kind, turns[kind])
                 turns[kind] += 1
-        return found
+        return marks
 
 
 class _Repeater:
@@ -416,12 +449,14 @@ class _Repeater:
 
     def __init__(self, steps: Sequence[Step], num_run: int, num: int) -> None:
         self._segments = list(_cut_by_actions(steps, num_run))
-        self._own = {each.place: each for each in self._segments if each.action is not None}
+        self._own = {segment.place: segment for segment in self._segments if segment.action is not None}
         kinds = [kind for update, kind, _ in self._own if update == 0 and kind in (FORWARD, BACKWARD)]
         early = kinds.index(BACKWARD)
         self._num_early = num if early == num_run else early  # forwards before the first backward
         self.repetition = Repetition(num_run, num, 1 if early == num_run else early)
-        self._places = {name: (place, mark) for place, each in self._own.items() for name, mark in each.marks().items()}
+        self._places: dict[int, tuple[Place, Mark]] = {}
+        for place, segment in self._own.items():
+            self._places |= {name: (place, mark) for name, mark in segment.marks().items()}
         self._names: dict[object, int] = {}  # an allocation by its place and mark, or by its name → its new name
         self._live: dict[int, Step] = {}
         self._written: list[Step] = []
@@ -429,16 +464,16 @@ class _Repeater:
 
     def write(self) -> list[Step] | None:
         """Return the steps; None if they do not fit together."""
-        for (update, is_run), group in groupby(self._segments, lambda each: (each.update, _group_of(each))):
+        for (update, is_run), group in groupby(self._segments, lambda segment: (segment.update, _group_of(segment))):
             segments = list(group)
             if is_run is None:
-                if not all(self._write_segment(each, None) for each in segments):
+                if not all(self._write_segment(segment, None) for segment in segments):
                     return None
                 continue
             for action in self._actions(segments):
-                own = self._own[update, action.kind, self.repetition.simulated(action).microbatch]
+                simulated_segment = self._own[update, action.kind, self.repetition.simulated(action).microbatch]
                 # The last action also frees what all microbatches have left.
-                if not self._write_segment(own, action, is_last=own is segments[-1]):
+                if not self._write_segment(simulated_segment, action, is_last=simulated_segment is segments[-1]):
                     return None
         return self._written if self._num_left() == _num_left(self._segments) else None
 
@@ -490,10 +525,10 @@ class _Repeater:
         update, kind, index = place
         if action is not None and segment.action is not None and (place == segment.place or not is_last):
             near = action.microbatch + index - segment.action.microbatch
-            if update == segment.update and (found := self._alive([((update, kind, near), mark)])):
-                return found
+            if update == segment.update and (alive := self._alive([((update, kind, near), mark)])):
+                return alive
         places = self.repetition.microbatches(Action(kind, 0, index))
-        return self._alive([((update, kind, each), mark) for each in places])
+        return self._alive([((update, kind, near_index), mark) for near_index in places])
 
     def _alive(self, keys: Sequence[object]) -> list[int]:
         return [name for key in keys if (name := self._names.get(key)) in self._live]
@@ -504,7 +539,8 @@ class _Repeater:
 
 def _num_left(segments: Sequence[_Segment]) -> int:
     """Return the allocations that are alive at the end, without the buffers of microbatches."""
-    steps = [step for each in segments if each.action is None or each.action.kind != BUFFERS for step in each.steps]
+    counted = [segment for segment in segments if segment.action is None or segment.action.kind != BUFFERS]
+    steps = [step for segment in counted for step in segment.steps]
     return sum({ALLOCATE: 1, FREE: -1}.get(step.kind, 0) for step in steps)
 
 
@@ -534,6 +570,6 @@ def _with_buffers(segment: _Segment, num_run: int) -> Iterator[_Segment]:
     if not (segment.steps and segment.steps[0].category == SCHEDULE and len(marks) == num_run):
         yield segment
         return
-    own = [step for step in segment.steps if step.name in marks and step.kind == ALLOCATE]
-    yield _Segment(segment.update, None, [step for step in segment.steps if step not in own])
-    yield from (_Segment(segment.update, Action(BUFFERS, 0, index), [step]) for index, step in enumerate(own))
+    buffers = [step for step in segment.steps if step.name in marks and step.kind == ALLOCATE]
+    yield _Segment(segment.update, None, [step for step in segment.steps if step not in buffers])
+    yield from (_Segment(segment.update, Action(BUFFERS, 0, index), [step]) for index, step in enumerate(buffers))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.torch_private import call_after_backward
+from megabatch.torch_private.autograd import call_after_backward
 
 MIB = 2**20
 DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0  # torch's; the first is small so that reduction begins early
@@ -27,7 +27,7 @@ class Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         parts = self.flat.split(sizes)
-        self.views = {each: part.view_as(each) for each, part in zip(parameters, parts, strict=True)}
+        self.views = {parameter: part.view_as(parameter) for parameter, part in zip(parameters, parts, strict=True)}
         self.waiting: set[nn.Parameter] = set()
 
 
@@ -137,8 +137,8 @@ class Replica(DistributedDataParallel):
     def _sync_buffers(self) -> None:
         """Broadcast the buffers of rank 0."""
         buffers = list(self.module.buffers()) if self.forward_sync_buffers else []
-        for dtype in sorted({each.dtype for each in buffers}, key=str):
-            flat = torch.cat([each.flatten() for each in buffers if each.dtype == dtype])
+        for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
+            flat = torch.cat([buffer.flatten() for buffer in buffers if buffer.dtype == dtype])
             dist.broadcast(flat, group=self._group, group_src=0)
 
     @property
@@ -154,7 +154,7 @@ class Replica(DistributedDataParallel):
             call_after_backward(self._finish)
         if not self._is_rebuilt:
             self._order.append(cast(nn.Parameter, parameter))
-        bucket = next(each for each in self._buckets if parameter in each.views)
+        bucket = next(candidate for candidate in self._buckets if parameter in candidate.views)
         self._move(cast(nn.Parameter, parameter), bucket)
         bucket.waiting.discard(cast(nn.Parameter, parameter))
         if not bucket.waiting:
@@ -195,16 +195,16 @@ class Replica(DistributedDataParallel):
 
 def _make_buckets(parameters: list[nn.Parameter], caps_bytes: list[int]) -> list[Bucket]:
     """Make buckets in this order, by dtype; each is full at its cap, and the last cap holds for the rest."""
-    made: list[Bucket] = []
+    buckets: list[Bucket] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
-    caps = dict.fromkeys((each.dtype for each in parameters), 0)
+    caps = dict.fromkeys((parameter.dtype for parameter in parameters), 0)
     for parameter in parameters:
         members, num_bytes = filling.get(parameter.dtype, ([], 0))
         members, num_bytes = [*members, parameter], num_bytes + parameter.numel() * parameter.element_size()
         if num_bytes >= caps_bytes[min(caps[parameter.dtype], len(caps_bytes) - 1)]:
-            made.append(Bucket(members))
+            buckets.append(Bucket(members))
             caps[parameter.dtype] += 1
             filling.pop(parameter.dtype, None)
         else:
             filling[parameter.dtype] = members, num_bytes
-    return [*made, *(Bucket(members) for members, _ in filling.values())]
+    return [*buckets, *(Bucket(members) for members, _ in filling.values())]

@@ -63,7 +63,9 @@ from megabatch.simulate.fake_cluster import (
 from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, Step, replaced, tagging_shards, trace_of
 from megabatch.simulate.replica import Replica
 from megabatch.simulate.traffic import SEND, Sent, message_seconds
-from megabatch.torch_private import agreement_of_stages, check_feature, messages_of_stages, pytree
+from megabatch.torch_private.operations import pytree
+from megabatch.torch_private.pipeline_schedules import agreement_of_stages, messages_of_stages
+from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.checks import checksum
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
@@ -89,11 +91,11 @@ def phase_of(action: Action) -> str:
 
 def read_phase(name: str) -> Action | None:
     """Return the action of a phase; None for one of another kind."""
-    found = re.fullmatch(r"(.+) (\d+) of stage (\d+)", name)
-    if found is None:
+    match = re.fullmatch(r"(.+) (\d+) of stage (\d+)", name)
+    if match is None:
         return None
-    word, number, stage = found.groups()
-    return Action(next(kind for kind, each in WORDS.items() if each == word), int(stage), int(number) - 1)
+    word, number, stage = match.groups()
+    return Action(next(kind for kind, phase_word in WORDS.items() if phase_word == word), int(stage), int(number) - 1)
 
 
 def _is_first_forward(name: str) -> bool:
@@ -161,13 +163,13 @@ class Simulated:
         """Traffic of this rank, by collective and axis."""
         sums: dict[object, Sent] = {}
         for name, phase in self.phases.items():
-            for key, each in phase.sent.items():
-                sums[key] = each.times_plus(self.times[name], sums.get(key))
+            for key, sent in phase.sent.items():
+                sums[key] = sent.times_plus(self.times[name], sums.get(key))
         return tuple(sums.values())
 
     @property
     def sent_bytes(self) -> int:
-        return sum(each.sent_bytes for each in self.sent)
+        return sum(sent.sent_bytes for sent in self.sent)
 
     @property
     def flops(self) -> int:
@@ -227,7 +229,7 @@ class Simulated:
         num_run = sum(name.startswith("forward") for name in self.phases)
         if num_microbatches == self.num_microbatches:
             return self
-        if num_microbatches != num_run and not num_microbatches > num_run == _num_distinct(self.sync):
+        if num_microbatches != num_run and not num_microbatches > num_run == num_distinct(self.sync):
             raise PlanError(
                 f"{num_run} microbatches were run, which do not tell of {num_microbatches}; simulate with "
                 f"num_microbatches={num_microbatches}"
@@ -281,10 +283,15 @@ def simulate(
     require_count("num_microbatches", num_microbatches)
     if max_norm is not None:
         require_positive("max_norm", max_norm)
+    if ":" in sync:
+        raise PlanError(
+            f"sync is {sync!r}, and simulate() runs the first microbatches alone; give 'last', which keeps as much, or "
+            "'every', which sends more"
+        )
     if isinstance(loss_fn, CoupledLoss):
         raise PlanError("a JointLoss needs the representations of other ranks, which are not there; simulate encode")
     place = device_named(device) if isinstance(device, str) else device
-    num_run = num_microbatches if run_all else min(num_microbatches, _num_distinct(sync))
+    num_run = num_microbatches if run_all else min(num_microbatches, num_distinct(sync))
     with fake_mesh(axes or {}, rank) as mesh, refuse_data_access(), disabled_gc(), uncut_steps(place):
         model = make_model(mesh)
         models = check_model(model)
@@ -305,7 +312,7 @@ def simulate(
         sync=run.policy,
         num_microbatches=num_microbatches,
         times=count_phases(num_run, num_microbatches) if SCHEDULE not in log.phases else dict.fromkeys(log.phases, 1),
-        num_parameters=sum(each.numel() for each in run.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in run.parameters()),
         history=tuple(log.history),
         steps=tuple(log.steps),
         device=place,
@@ -329,17 +336,18 @@ def join_ranks(first: Simulated, last: Simulated, schedule: str, num_ranks: int,
     orders = orders_of(schedule, num_ranks, per_rank, first.num_microbatches)
 
     def simulated(rank: int, action: Action) -> Action:
-        repetition = found[rank].repetition
+        repetition = simulations[rank].repetition
         return action if repetition is None else repetition.simulated(action)
 
     like = [SCHEDULES[schedule].indices(rank, num_ranks, per_rank) for rank in range(num_ranks)]
-    messages = next(each for each in first.sent if each.collective == SEND)
-    found = [first] * (num_ranks - 1) + [last]
+    messages = next(sent for sent in first.sent if sent.collective == SEND)
+    simulations = [first] * (num_ranks - 1) + [last]
 
     def seconds_of(rank: int, action: Action) -> float:
         action = simulated(rank, action)
-        at = 0 if found[rank] is first else rank
-        return found[rank].phases[phase_of(action._replace(stage=like[at][like[rank].index(action.stage)]))].seconds
+        at = 0 if simulations[rank] is first else rank
+        stage = like[at][like[rank].index(action.stage)]
+        return simulations[rank].phases[phase_of(action._replace(stage=stage))].seconds
 
     def seconds_between(*pair: int) -> float:
         stride = first.num_ranks // num_ranks
@@ -347,9 +355,10 @@ def join_ranks(first: Simulated, last: Simulated, schedule: str, num_ranks: int,
         return message_seconds(messages.sent_bytes // messages.calls, ranks, first.device)
 
     ends = finish_seconds(orders, seconds_of, seconds_between)
-    alone = [each.seconds - sum(seconds_of(rank, action) for action in orders[rank]) for rank, each in enumerate(found)]
-    worst = max(first, last, key=lambda each: each.peak_bytes if first.device.is_cpu else each.reserved().peak_bytes)
-    waits = max(end + rest for end, rest in zip(ends, alone, strict=True)) - worst.seconds
+    scheduled = [sum(seconds_of(rank, action) for action in order) for rank, order in enumerate(orders)]
+    unscheduled = [simulation.seconds - seconds for simulation, seconds in zip(simulations, scheduled, strict=True)]
+    worst = max(first, last, key=lambda ran: ran.peak_bytes if first.device.is_cpu else ran.reserved().peak_bytes)
+    waits = max(end + seconds for end, seconds in zip(ends, unscheduled, strict=True)) - worst.seconds
     phases = worst.phases | {BUBBLE: Phase(idle_seconds=waits)}
     return replace(worst, phases=phases, times=worst.times | {BUBBLE: 1})
 
@@ -366,7 +375,8 @@ def count_phases(num_run: int, num_microbatches: int) -> dict[str, int]:
     return times
 
 
-def _num_distinct(sync: str) -> int:
+def num_distinct(sync: str) -> int:
+    """Return the number of microbatches of an update that tell of all others."""
     return NUM_GATHERED_ONCE if sync == "gather_once" else NUM_DISTINCT
 
 
@@ -387,12 +397,12 @@ class _Run:
         self._fake = FakeMode()
         with self._fake, ledger, _keeping_tied(model):
             give_fake_memory(self._models)
-            for each in self._models:
-                ledger.tag(each.parameters(), "parameters")
-                ledger.tag(each.buffers(), "buffers")
-        for each in self._modules():
-            if isinstance(each.forward, CompiledForward):
-                each.forward.graphs.ledger = ledger
+            for listed in self._models:
+                ledger.tag(listed.parameters(), "parameters")
+                ledger.tag(listed.buffers(), "buffers")
+        for module in self._modules():
+            if isinstance(module.forward, CompiledForward):
+                module.forward.graphs.ledger = ledger
         self._wrapper = detect_wrapper(model, mesh)  # outside of the mode, since it reads the mesh
         _use_only_rank(self._wrapper)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
@@ -412,8 +422,10 @@ class _Run:
     @contextlib.contextmanager
     def tagging(self) -> Generator[None]:
         """Tag gradients, buckets and shards during the updates."""
-        hooks = [each.register_post_accumulate_grad_hook(self._tag_gradient) for each in self._wrapper.parameters]
-        hooks += [each.module.register_forward_pre_hook(self._tag_buckets) for each in self._replicas()]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._tag_gradient) for parameter in self._wrapper.parameters
+        ]
+        hooks += [replica.module.register_forward_pre_hook(self._tag_buckets) for replica in self._replicas()]
         try:
             with self._fake, self._ledger, tagging_shards(self._ledger):
                 yield
@@ -449,7 +461,7 @@ class _Run:
         if max_norm is not None:
             clip_gradients(wrapper.parameters, max_norm, None, wrapper.norm_groups, uncounted=wrapper.uncounted)
         self._wide.finish()
-        ledger.tag((each.grad for each in wrapper.parameters), "gradients")
+        ledger.tag((parameter.grad for parameter in wrapper.parameters), "gradients")
         self._optimizer.step()
         self._tag_states()
 
@@ -465,7 +477,7 @@ class _Run:
                 ledger.enter_phase(f"backward {index + 1}", "temporaries")
                 objective.backward()
                 del objective
-            ledger.tag((each.grad for each in wrapper.parameters), "gradients")
+            ledger.tag((parameter.grad for parameter in wrapper.parameters), "gradients")
 
     def _run_schedule(
         self, wrapper: PipelineWrapper, make_batch: Callable[[], Any], loss_fn: LossFunction, num: int
@@ -473,7 +485,7 @@ class _Run:
         """Run all microbatches of a call through the stages of this rank, with their inputs on the device at once."""
         pipeline, ledger = wrapper.pipeline, self._ledger
         batches: list[Any] = []
-        kept: list[Any] = []  # what the losses return, until the call ends
+        returned_terms: list[Any] = []  # what the losses return, until the call ends
         for index in range(num):
             ledger.enter_phase(phase_of(Action(INPUTS, pipeline.indices[0], index)), "activations")
             batches.append(make_batch())
@@ -486,22 +498,22 @@ class _Run:
             def model(*_: object, **__: object) -> Any:
                 return answer
 
-            kept.append(returned := loss_fn(model, batches[index]))
+            returned_terms.append(returned := loss_fn(model, batches[index]))
             return _sum_totals(returned) * wrapper.loss_factor
 
-        inputs = in_one_shape([_record_inputs(loss_fn, each) for each in batches])
+        inputs = in_one_shape([_record_inputs(loss_fn, batch) for batch in batches])
         ledger.enter_phase(SCHEDULE, "communication")  # a new one allocates what is going to be received
         with wrapper.call(), _entering_actions(ledger):
             pipeline.step(inputs, loss, wrapper.device, backward=True)
-        ledger.tag((each.grad for each in wrapper.parameters), "gradients")
+        ledger.tag((parameter.grad for parameter in wrapper.parameters), "gradients")
         if pipeline.failure is not None:
             raise pipeline.failure[1]
 
     def _replicas(self) -> list[Replica]:
-        return [module for each in self._models for module in each.modules() if isinstance(module, Replica)]
+        return [module for model in self._models for module in model.modules() if isinstance(module, Replica)]
 
     def _tag_buckets(self, *_: object) -> None:
-        self._ledger.tag((bucket for each in self._replicas() for bucket in each.memory()), "communication")
+        self._ledger.tag((bucket for replica in self._replicas() for bucket in replica.memory()), "communication")
 
     def _tag_gradient(self, parameter: Tensor) -> None:
         self._ledger.tag((parameter.grad,), "gradients")
@@ -512,7 +524,7 @@ class _Run:
 
     def _tag_state(self, parameter: Tensor) -> None:
         state = self._optimizer.state.get(parameter, {})
-        self._ledger.tag((each for each in state.values() if isinstance(each, Tensor)), "optimizer states")
+        self._ledger.tag((value for value in state.values() if isinstance(value, Tensor)), "optimizer states")
 
 
 def _sum_totals(returned: Any) -> Tensor:
@@ -609,7 +621,7 @@ class _Works(list[Any]):
 
     def __init__(self, works: list[Any], operations: Sequence[dist.P2POp]) -> None:
         super().__init__(works)
-        self.sent = [each.tensor for each in operations]
+        self.sent = [operation.tensor for operation in operations]
 
 
 class _TiedCopies:
@@ -617,7 +629,7 @@ class _TiedCopies:
 
     def __init__(self, pipeline: Pipeline, copies: Mapping[str, nn.Parameter]) -> None:
         group = pipeline.group
-        self._copies, self._is_first = [each for each in copies.values() if each.requires_grad], group.rank() == 0
+        self._copies, self._is_first = [copy for copy in copies.values() if copy.requires_grad], group.rank() == 0
         ends = [dist.get_process_group_ranks(group)[rank] for rank in (0, -1)]
         self._group = group if group.size() == len(ends) else dist.new_group(ends, use_local_synchronization=True)
 
@@ -627,10 +639,10 @@ class _TiedCopies:
 
     def sum_gradients(self) -> None:
         """Do what a run does: compare checksums of the copies, and sum their gradients."""
-        for each in self._copies:
-            checksum(local(each.detach()))
-        for each in self._copies:
-            dist.all_reduce(local(cast(Tensor, each.grad)), group=self._group)
+        for copy in self._copies:
+            checksum(local(copy.detach()))
+        for copy in self._copies:
+            dist.all_reduce(local(cast(Tensor, copy.grad)), group=self._group)
 
 
 @contextlib.contextmanager
@@ -643,16 +655,16 @@ def _keeping_tied(model: Any) -> Generator[None]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places = {key: names[id(parameter)] for key, parameter in copies.items()}
     yield
-    found = {key: model.get_parameter(place) for key, place in places.items()}
-    model.tied = cast(Any, _TiedCopies(model, found) if found else None)
+    tied_parameters = {key: model.get_parameter(place) for key, place in places.items()}
+    model.tied = cast(Any, _TiedCopies(model, tied_parameters) if tied_parameters else None)
     cast(Any, model)._copies = None  # `agree_on_tied` has nothing to do
 
 
 def _use_only_rank(wrapper: Wrapper) -> None:
     """Let every other rank answer as this one, since none is there."""
     wrapper.ranks = OnlyRank.like(wrapper.ranks)
-    for each in getattr(wrapper, "wrappers", ()):
-        _use_only_rank(each)
+    for member in getattr(wrapper, "wrappers", ()):
+        _use_only_rank(member)
 
 
 def _host_categories(models: list[nn.Module]) -> tuple[str, ...]:

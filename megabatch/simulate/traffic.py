@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.simulate.devices import Device
-from megabatch.torch_private import group_named, is_boxed_group, name_of_operation
+from megabatch.torch_private.operations import name_of_operation
+from megabatch.torch_private.process_groups import group_named, is_boxed_group
 
 OVERLAPPED = "c10d"  # namespace of the collectives of DDP and FSDP2, which run beside computing
 # Collectives of that namespace which a layer waits for: of context parallelism and of experts.
@@ -29,6 +30,7 @@ KINDS = {  # by the start of torch's name without underscores: our name, and how
     "send": (SEND, 1),
 }
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+OF_DATA = ("dp", "ep")  # beginnings of axes whose ranks see different samples
 # Operations of reductions, which are strings among the arguments as well.
 OPERATIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
@@ -48,19 +50,19 @@ class Sent:
     @property
     def reduces_gradients(self) -> bool:
         """True for a reduction over data ranks."""
-        return self.collective in REDUCTIONS and self.axis.startswith("dp")
+        return self.collective in REDUCTIONS and self.axis.startswith(OF_DATA)
 
     @property
     def gathers_parameters(self) -> bool:
         """True for an all-gather over data ranks."""
-        return self.collective == "all_gather" and self.axis.startswith("dp")
+        return self.collective == "all_gather" and self.axis.startswith(OF_DATA)
 
-    def __add__(self, other: "Sent") -> "Sent":
-        return self.times_plus(1, other)
+    def __add__(self, added: "Sent") -> "Sent":
+        return self.times_plus(1, added)
 
-    def times_plus(self, factor: float, other: "Sent | None" = None) -> "Sent":
+    def times_plus(self, factor: float, added: "Sent | None" = None) -> "Sent":
         """Return this traffic ``factor`` times, plus another."""
-        extra = other or Sent(self.collective, self.axis, self.num_ranks, 0, 0, 0, 0.0)
+        extra = added or Sent(self.collective, self.axis, self.num_ranks, 0, 0, 0, 0.0)
         return Sent(
             self.collective,
             self.axis,
@@ -92,16 +94,16 @@ def parse_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Collecti
     if func.namespace not in NAMESPACES:
         return None
     name = name_of_operation(func).replace("_", "")
-    found = next((value for prefix, value in KINDS.items() if name.startswith(prefix)), None)
+    kind = next((value for prefix, value in KINDS.items() if name.startswith(prefix)), None)
     group = _group((*args, *kwargs.values()))
-    if found is None or group is None:
+    if kind is None or group is None:
         return None
     sides = [side for value in (*args, *kwargs.values(), result) if (side := _side(value))]
     tensors = [tensor for side in sides for tensor in side]
-    buffer_bytes = max((sum(each.nbytes for each in side) for side in sides), default=0)
+    buffer_bytes = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)
     is_awaited = func.namespace != OVERLAPPED or name in AWAITED
-    receiver = args[2] if found[0] == SEND else None
-    return Collective(*found, tensors, buffer_bytes, group, is_awaited, receiver)
+    receiver = args[2] if kind[0] == SEND else None
+    return Collective(*kind, tensors, buffer_bytes, group, is_awaited, receiver)
 
 
 def count_traffic(collective: Collective, axes: Mapping[str, int], device: Device) -> Sent:
@@ -138,7 +140,7 @@ def _side(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in _side(each)]
+        return [tensor for member in value for tensor in _side(member)]
     return []
 
 

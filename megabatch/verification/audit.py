@@ -26,19 +26,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megabatch.errors import in_one_line, require_count
-from megabatch.torch_private import (
-    call_before_clip,
-    count_writes,
-    has_compiled,
-    is_dtensor,
-    is_flat_parameter,
-    is_fsdp1,
-    is_fsdp2,
-    is_in_backward,
-    original_of,
-    param_groups,
-    unsharded_parameter,
-)
+from megabatch.torch_private.autograd import count_writes, is_in_backward
+from megabatch.torch_private.classes import is_dtensor, is_flat_parameter, is_fsdp1, is_fsdp2
+from megabatch.torch_private.fsdp2_groups import param_groups, unsharded_parameter
+from megabatch.torch_private.module_members import has_compiled, original_of
+from megabatch.torch_private.optimizers import call_before_clip
 from megabatch.verification.audit_measures import Sketcher, TokenWeights, measure_weights
 from megabatch.verification.audit_records import (
     EndRecord,
@@ -84,17 +76,17 @@ def audit(
     Raises:
         PlanError: ``updates`` is not a count.
     """
-    found = Audit()
+    findings = Audit()
 
     def note(record: Record) -> None:
-        found.add(record)
+        findings.add(record)
         if write is not None:
             write(record)
 
     recorder = _Recorder(model, require_count("updates", updates), note)
     recorder.start()
     try:
-        yield found
+        yield findings
     finally:
         recorder.stop(is_end_of_run=True)
 
@@ -139,30 +131,30 @@ class _Microbatch:
         """Return the record: the logits that a cross-entropy was taken of, or else all."""
         best = min((part.residual or 0.0 for part in self.parts), default=0.0)
         parts = [part for part in self.parts if best > MAX_RESIDUAL or (part.residual or 0.0) <= MAX_RESIDUAL]
-        found = MicrobatchRecord(sketch=None if self.sketch is None else self.sketch.cpu())
+        record = MicrobatchRecord(sketch=None if self.sketch is None else self.sketch.cpu())
         if parts:
-            found.weights = torch.cat([part.weights for part in parts])
-            found.residual = max(part.residual or 0.0 for part in parts)
-            found.smoothing = parts[0].smoothing
+            record.weights = torch.cat([part.weights for part in parts])
+            record.residual = max(part.residual or 0.0 for part in parts)
+            record.smoothing = parts[0].smoothing
         samples: list[Tensor] = []
         sequences: list[Tensor] = []
         for part in parts:
             samples.append(_renumber(part.samples, samples))
             sequences.append(_renumber(part.sequences, sequences))
         if parts:
-            found.samples, found.sequences = torch.cat(samples), torch.cat(sequences)
+            record.samples, record.sequences = torch.cat(samples), torch.cat(sequences)
         for forward in self.forwards:
-            found.row_hashes += forward.row_hashes
-            found.row_tokens += forward.row_tokens
-            found.num_positions += forward.num_positions
-        return found
+            record.row_hashes += forward.row_hashes
+            record.row_tokens += forward.row_tokens
+            record.num_positions += forward.num_positions
+        return record
 
 
 def _renumber(rows: Tensor, before: Sequence[Tensor]) -> Tensor:
     """Return numbers that follow those before: rows of several forwards are different rows."""
     if not rows.numel() or bool((rows < 0).any()):
         return rows
-    return rows + max((int(each.max()) + 1 for each in before if each.numel()), default=0)
+    return rows + max((int(numbers.max()) + 1 for numbers in before if numbers.numel()), default=0)
 
 
 def _quietly(method: Callable[..., None]) -> Callable[..., None]:
@@ -185,7 +177,7 @@ class _Recorder:
     """Hooks of one process, and the update that they watch."""
 
     def __init__(self, model: nn.Module | None, updates: int, write: Callable[[Record], None]) -> None:
-        self._models = None if model is None else {id(each) for each in original_of(model).modules()} | {id(model)}
+        self._models = None if model is None else {id(module) for module in original_of(model).modules()} | {id(model)}
         self._limit, self._write = updates, write
         self.is_open = False
         self._undo: list[Callable[[], None]] = []
@@ -227,13 +219,13 @@ class _Recorder:
             self._replace(dist, "destroy_process_group", self._wrap_end_of_group)
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        own = getattr(owner, name)
-        wrapped = wrap(own)
+        original = getattr(owner, name)
+        wrapped = wrap(original)
         setattr(owner, name, wrapped)
 
         def undo() -> None:
             if getattr(owner, name) is wrapped:  # else somebody has wrapped it again, and ours only passes on
-                setattr(owner, name, own)
+                setattr(owner, name, original)
 
         self._undo.append(undo)
 
@@ -242,31 +234,31 @@ class _Recorder:
         if not self.is_open:
             return
         self._close_update()
-        left = [sum(part.weights.numel() for part in each.parts) for each in self._microbatches]
+        unused_weights = [sum(part.weights.numel() for part in microbatch.parts) for microbatch in self._microbatches]
         self.is_open = False
         if threading.main_thread().is_alive():  # at the end of the process torch's profiler can crash it
             self._stop_profiler()
         for undo in reversed(self._undo):
             undo()
         rank, _ = _place()
-        self._write(EndRecord(rank, is_end_of_run, left if is_end_of_run else [], list(self._notes)))
+        self._write(EndRecord(rank, is_end_of_run, unused_weights if is_end_of_run else [], list(self._notes)))
         self._microbatches, self._forwards, self._keep, self._before_clip = [], [], [], None
         self._sketcher = Sketcher()
 
     # Forwards
 
-    def _wrap_call(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_call(self, original_call: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._depth or not self.is_open:
-                return own(module, *args, **kwargs)
+                return original_call(module, *args, **kwargs)
             if not self._is_root(module):
-                return own(module, *args, **kwargs)
+                return original_call(module, *args, **kwargs)
             self._current = None
             self._begin_forward(module, args, kwargs)
             forward = self._current
             self._depth += 1
             try:
-                output = own(module, *args, **kwargs)
+                output = original_call(module, *args, **kwargs)
             finally:
                 self._depth -= 1
             if forward is not None:
@@ -282,7 +274,7 @@ class _Recorder:
             return False
         if self._models is not None:
             return id(module) in self._models
-        return module.training and any(each.requires_grad for each in module.parameters())
+        return module.training and any(parameter.requires_grad for parameter in module.parameters())
 
     @_quietly
     def _begin_forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -312,8 +304,8 @@ class _Recorder:
         if "megabatch.accumulator" in sys.modules:
             self._watch_accumulators(sys.modules["megabatch.accumulator"].GradientAccumulator)
             return  # megabatch.losses leaves out the logits where no hook sees them
-        for each in module.modules():
-            head = _head_of(each)
+        for submodule in module.modules():
+            head = _head_of(submodule)
             if isinstance(head, nn.Module) and id(head) not in self._known:
                 self._known.add(id(head))
                 self._undo.append(head.register_forward_hook(_UnsavedHook(self._see_head)).remove)
@@ -324,13 +316,13 @@ class _Recorder:
             self._known.add(id(kind))
             self._replace(kind, "finalize", self._wrap_finalize)
 
-    def _wrap_finalize(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         from megabatch.wrappers.gradients import CLIP_EPSILON
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def finalize(*args: Any, max_norm: float | None = None, **kwargs: Any) -> Any:
             self._is_finalized = True
-            update = own(*args, max_norm=max_norm, **kwargs)
+            update = original(*args, max_norm=max_norm, **kwargs)
             if max_norm is not None and update.grad_norm is not None:  # None without weight
                 self._clip_factor = torch.clamp(max_norm / (update.grad_norm + CLIP_EPSILON), max=1.0)
             return update
@@ -338,7 +330,7 @@ class _Recorder:
         return finalize
 
     @_quietly
-    def _see_head(self, head: nn.Module, given: Any, output: Any) -> None:
+    def _see_head(self, head: nn.Module, inputs: Any, output: Any) -> None:
         if self._forwards and not is_in_backward():
             self._watch_logits(self._forwards[-1], output, FROM_HEAD)
 
@@ -349,7 +341,11 @@ class _Recorder:
             forward.has_logits = True
             targets = mask.detach().expand(log_probs.shape)
             log_probs.register_hook(partial(self._see_log_probs, forward, targets))
-        self._watch_logits(forward, _find_logits(output), FROM_OUTPUT)
+        chunks = _find_logits(output)
+        if len(chunks) > 1:
+            forward.places = None  # they are those of whole rows
+        for logits in chunks:
+            self._watch_logits(forward, logits, FROM_OUTPUT)
         forward.watched.clear()
         self._watch_parameters(module)
 
@@ -369,14 +365,14 @@ class _Recorder:
         # The hook goes with the tensor, and does nothing once the audit has stopped.
         logits.register_hook(partial(self._see_logits, forward, values, writes, distance))
 
-    def _wrap_cross_entropy(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
+    def _wrap_cross_entropy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def cross_entropy(input: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling() and self.is_open and torch.is_grad_enabled():
                 self._see_cross_entropy(input)
-            return own(input, *args, **kwargs)
+            return original(input, *args, **kwargs)
 
-        cast(Any, cross_entropy).__prepare_scriptable__ = lambda: own  # torch.jit.script compiles torch's own
+        cast(Any, cross_entropy).__prepare_scriptable__ = lambda: original  # torch.jit.script compiles torch's own
         return cross_entropy
 
     @_quietly
@@ -399,8 +395,8 @@ class _Recorder:
             self.note("the weights of tokens: the logits were changed in place")
             return
         forward.nearest = distance
-        found = measure_weights(d, values)
-        self._add_part(forward, found, values.shape[:-1])
+        measured = measure_weights(d, values)
+        self._add_part(forward, measured, values.shape[:-1])
 
     @_quietly
     def _see_log_probs(self, forward: _Forward, mask: Tensor, d: Tensor) -> None:
@@ -409,9 +405,9 @@ class _Recorder:
         positions = flat.nonzero()[:, 0]
         self._add_part(forward, TokenWeights(-flat[positions], positions, 0.0, 0.0), d.shape)
 
-    def _add_part(self, forward: _Forward, found: TokenWeights, shape: Sequence[int]) -> None:
-        samples, sequences = _find_samples(found.positions, shape, forward.shape, forward.places)
-        part = MicrobatchRecord(found.weights, samples, sequences, found.residual, found.smoothing)
+    def _add_part(self, forward: _Forward, measured: TokenWeights, shape: Sequence[int]) -> None:
+        samples, sequences = _find_samples(measured.positions, shape, forward.shape, forward.places)
+        part = MicrobatchRecord(measured.weights, samples, sequences, measured.residual, measured.smoothing)
         self._microbatch_of(forward).parts.append(part)
 
     def _microbatch_of(self, forward: _Forward) -> _Microbatch:
@@ -419,7 +415,7 @@ class _Recorder:
             last = self._microbatches[-1] if self._microbatches else None
             forward.microbatch = last if last is not None and not last.seen else self._open_microbatch()
             forward.microbatch.forwards.append(forward)
-            self._forwards = [each for each in self._forwards if each.microbatch is None or each is forward]
+            self._forwards = [recent for recent in self._forwards if recent.microbatch is None or recent is forward]
         return forward.microbatch
 
     def _open_microbatch(self) -> _Microbatch:
@@ -431,15 +427,16 @@ class _Recorder:
         if any(map(is_fsdp1, module.modules())) or any(map(is_flat_parameter, module.parameters())):
             self.note("how often a microbatch is counted: FSDP1's parameters are flat")
             return
-        groups = param_groups([each for each in module.modules() if is_fsdp2(each)])
-        sharded = [each for group in groups for each in group.fsdp_params]
-        own = {id(each.sharded_param) for each in sharded} | {id(unsharded_parameter(each)) for each in sharded}
-        for each in sharded:
-            if each.sharded_param.requires_grad:
-                self._watch_gradient(module, each.sharded_param, unsharded_parameter(each))
-        for each in module.parameters():
-            if id(each) not in own and each.requires_grad:
-                self._watch_gradient(module, each, each)
+        groups = param_groups([submodule for submodule in module.modules() if is_fsdp2(submodule)])
+        sharded = [wrapped for group in groups for wrapped in group.fsdp_params]
+        known = {id(wrapped.sharded_param) for wrapped in sharded}
+        known |= {id(unsharded_parameter(wrapped)) for wrapped in sharded}
+        for wrapped in sharded:
+            if wrapped.sharded_param.requires_grad:
+                self._watch_gradient(module, wrapped.sharded_param, unsharded_parameter(wrapped))
+        for parameter in module.parameters():
+            if id(parameter) not in known and parameter.requires_grad:
+                self._watch_gradient(module, parameter, parameter)
 
     def _watch_gradient(self, module: nn.Module, parameter: Tensor, tensor: Tensor | None) -> None:
         self._sketcher.add_parameter(parameter)
@@ -457,9 +454,9 @@ class _Recorder:
         if last is None or id(parameter) in last.seen:
             last = self._open_microbatch()  # a loss without logits
         if not last.seen and not last.forwards:
-            last.forwards = [each for each in self._forwards if each.microbatch is None]
-            for each in last.forwards:
-                each.microbatch = last
+            last.forwards = [forward for forward in self._forwards if forward.microbatch is None]
+            for forward in last.forwards:
+                forward.microbatch = last
             self._forwards = self._forwards[-1:]
         last.seen.add(id(parameter))
         self._before_clip = None
@@ -467,12 +464,12 @@ class _Recorder:
 
     # The step
 
-    def _wrap_clip(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
+    def _wrap_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def clip(*args: Any, **kwargs: Any) -> Any:
             self._see_clip()
             self._clips_values = True
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return clip
 
@@ -497,8 +494,8 @@ class _Recorder:
             self._take_update(optimizer)
             return None
 
-        def closure(*given: Any, **named: Any) -> Any:  # the last backward runs inside of the step
-            result = inner(*given, **named)
+        def closure(*args: Any, **named: Any) -> Any:  # the last backward runs inside of the step
+            result = inner(*args, **named)
             self._take_update(optimizer)
             return result
 
@@ -519,7 +516,7 @@ class _Recorder:
             gradient = self._before_clip = None  # a parameter may have a gradient that is not for this step
         else:
             gradient = self._sketch_gradient()
-        if any(each.has_logits and each.microbatch is None for each in self._forwards):
+        if any(forward.has_logits and forward.microbatch is None for forward in self._forwards):
             self.note(
                 "what became of a forward whose logits got no gradient before the step: its samples may be missing"
             )
@@ -540,7 +537,7 @@ class _Recorder:
             self._number,
             rank,
             world,
-            [each.record() for each in self._microbatches],
+            [microbatch.record() for microbatch in self._microbatches],
             gradient=None if gradient is None else gradient.cpu(),
             is_sharded=is_sharded,
             weights_checksum=None if is_sharded or world == 1 else self._checksum(parameters),
@@ -570,15 +567,15 @@ class _Recorder:
         self._number += 1
         self._awaits_schedulers, self._schedulers = False, {}
 
-    def _wrap_scheduler(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
+    def _wrap_scheduler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             is_outer = self.is_open and not self._is_stepping_scheduler
             if is_outer and (self._forwards or self._microbatches or self._awaits_schedulers):
                 self._schedulers[id(scheduler)] = self._schedulers.get(id(scheduler), 0) + 1
             self._is_stepping_scheduler = True
             try:
-                return own(scheduler, *args, **kwargs)
+                return original(scheduler, *args, **kwargs)
             finally:
                 self._is_stepping_scheduler = self._is_stepping_scheduler and not is_outer
 
@@ -602,11 +599,11 @@ class _Recorder:
         profiler.stop()
         return _count_collectives(profiler.profiler.kineto_results.events())
 
-    def _wrap_end_of_group(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
+    def _wrap_end_of_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def destroy(*args: Any, **kwargs: Any) -> Any:
             self._stop_profiler()  # it must not outlive the group
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return destroy
 
@@ -628,8 +625,8 @@ def _place() -> tuple[int, int]:
 
 def _subclasses(kind: type) -> Iterator[type]:
     yield kind
-    for each in kind.__subclasses__():
-        yield from _subclasses(each)
+    for subclass in kind.__subclasses__():
+        yield from _subclasses(subclass)
 
 
 def _head_of(module: Any) -> Any:
@@ -654,8 +651,8 @@ def _find_loop(*, is_finalized: bool) -> LoopRecord:
             loop.code = linecache.getline(path, frame.f_lineno).strip()
         frame = frame.f_back
     modules = [name for name in modules if not name.startswith("megabatch.verification.")]
-    seen = (name for start, name in LIBRARIES.items() if any(module.startswith(start) for module in modules))
-    loop.library = MEGABATCH if is_finalized else next(seen, "")
+    libraries = (name for start, name in LIBRARIES.items() if any(module.startswith(start) for module in modules))
+    loop.library = MEGABATCH if is_finalized else next(libraries, "")
     return loop
 
 
@@ -663,16 +660,22 @@ def _is_of_script(path: str) -> bool:
     return not path.startswith(("<", *INSTALLED))
 
 
-def _find_logits(output: Any) -> Any:
-    """Return the logits in what a model returned: itself, ``logits`` of it, or the first matrix of a tuple."""
+def _find_logits(output: Any) -> list[Any]:
+    """Return the logits in what a model returned: itself, ``logits`` of it, or the first matrix of a tuple.
+
+    A list of matrices of the same rows and classes are chunks of the logits, as torchtune's.
+    """
     if isinstance(output, Tensor):
-        return output
+        return [output]
     if isinstance(output, Mapping):
-        return cast(Mapping[str, Any], output).get("logits")
-    if isinstance(output, tuple | list):
-        tensors = [each for each in cast(Iterable[Any], output) if isinstance(each, Tensor)]
-        return next((each for each in tensors if each.ndim > 1 and each.requires_grad), None)
-    return getattr(output, "logits", None)
+        return [cast(Mapping[str, Any], output).get("logits")]
+    if not isinstance(output, tuple | list):
+        return [getattr(output, "logits", None)]
+    tensors = [element for element in cast(Iterable[Any], output) if isinstance(element, Tensor)]
+    matrices = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.requires_grad]
+    sizes = {(matrix.ndim, matrix.shape[0], matrix.shape[-1]) for matrix in matrices}
+    are_chunks = isinstance(output, list) and len(matrices) == len(tensors) and len(sizes) == 1
+    return matrices if are_chunks else matrices[:1]
 
 
 Inputs = tuple[Tensor | None, Tensor | None, Tensor | None]  # of the samples, their mask, and their positions
@@ -680,13 +683,16 @@ Inputs = tuple[Tensor | None, Tensor | None, Tensor | None]  # of the samples, t
 
 def _find_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
     named: dict[str, Any] = dict(kwargs)
-    for each in args:
-        if isinstance(each, Mapping):
-            named = {**cast(Mapping[str, Any], each), **named}
-    tensors = [each for each in (named.get("input_ids"), *args, *named.values()) if isinstance(each, Tensor)]
-    ids = next((each.detach() for each in tensors if each.ndim), None)
+    for argument in args:
+        if isinstance(argument, Mapping):
+            named = {**cast(Mapping[str, Any], argument), **named}
+    arguments = (named.get("input_ids"), *args, *named.values())
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    ids = next((tensor.detach() for tensor in tensors if tensor.ndim), None)
     mask, positions = named.get("attention_mask"), named.get("position_ids")
-    fits = [isinstance(each, Tensor) and ids is not None and each.shape == ids.shape for each in (mask, positions)]
+    fits = [
+        ids is not None and isinstance(tensor, Tensor) and tensor.shape == ids.shape for tensor in (mask, positions)
+    ]
     return ids, mask if fits[0] else None, positions if fits[1] else None
 
 
@@ -702,7 +708,7 @@ def _count_tokens(ids: Tensor | None, mask: Tensor | None) -> tuple[list[int], i
     """Return the tokens of each row, and those of all with padding; nothing where no mask says them."""
     if ids is None or mask is None or ids.ndim != 2:
         return [], 0
-    return [int(each) for each in mask.bool().sum(-1)], ids.numel()
+    return [int(length) for length in mask.bool().sum(-1)], ids.numel()
 
 
 def _find_samples(
@@ -728,20 +734,20 @@ def _find_samples(
 
 def _count_collectives(events: Sequence[Any]) -> dict[str, list[int]]:
     """Return number and bytes of each collective; lists of tensors have shapes in the backend's own event alone."""
-    found: dict[str, list[int]] = {}
+    collectives: dict[str, list[int]] = {}
     waiting: list[int] | None = None  # the collective whose bytes are not known yet
     for event in events:
         library, _, name = event.name().partition(":")
         if library == "c10d":
             kind = str(name).strip(":_").replace("_base", "").replace("_", "")
-            waiting = found.setdefault(KINDS.get(kind, kind), [0, 0])
+            waiting = collectives.setdefault(KINDS.get(kind, kind), [0, 0])
             waiting[0] += 1
         elif library not in ("gloo", "nccl") or waiting is None:
             continue
         if size := _bytes_of(event):
             waiting[1] += size
             waiting = None
-    return found
+    return collectives
 
 
 KINDS = {
@@ -754,6 +760,6 @@ def _bytes_of(event: Any) -> int:
     """Return the bytes of the larger side of a collective; 0 where its event has no shapes."""
     sizes = [0]
     for shape, kind in zip(event.shapes(), event.dtypes(), strict=False):
-        if shape and all(isinstance(each, int) for each in shape):
+        if shape and all(isinstance(size, int) for size in shape):
             sizes.append(ITEM_BYTES.get(kind, 1) * math.prod(shape))
     return max(sizes)

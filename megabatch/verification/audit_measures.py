@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.torch_private import first_of_shard, is_dtensor, local_tensor, num_replicas
+from megabatch.torch_private.classes import is_dtensor, local_tensor
+from megabatch.torch_private.dtensors import first_of_shard, num_replicas
 
 NUM_BINS = 1 << 14  # of a sketch; lengths and angles are kept to 1 %
 NUM_SIGNS = 1_048_583  # a prime above NUM_BINS, so that numbers in one bin have signs of their own
@@ -41,7 +42,7 @@ def measure_weights(gradient: Tensor, logits: Tensor) -> TokenWeights:
     d, logits = gradient.detach().flatten(0, -2), logits.detach().flatten(0, -2)  # [rows, classes]
     rows = max(1, CHUNK_NUMBERS // max(1, d.shape[-1]))
     weights, positions, smoothing = [torch.empty(0, dtype=torch.float64)], [torch.empty(0, dtype=torch.int64)], None
-    wrong = whole = 0.0
+    wrong = total = 0.0
     for start in range(0, d.shape[0], rows):
         part = d[start : start + rows]
         used = (part != 0).any(-1).nonzero()[:, 0]
@@ -49,37 +50,38 @@ def measure_weights(gradient: Tensor, logits: Tensor) -> TokenWeights:
             continue
         kind = torch.float64 if d.dtype is torch.float64 else torch.float32
         part, read = part[used].to(kind), logits[start : start + rows][used].to(kind)
-        found, errors, smoothing = _fit_rows(part, read.softmax(-1), smoothing)
-        weights.append(found.double().cpu())
+        row_weights, errors, smoothing = _fit_rows(part, read.softmax(-1), smoothing)
+        weights.append(row_weights.double().cpu())
         positions.append(used.cpu() + start)
         wrong += float(errors.double().square().sum())
-        whole += float(part.double().square().sum())
-    residual = math.sqrt(wrong / whole) if whole else 0.0
+        total += float(part.double().square().sum())
+    residual = math.sqrt(wrong / total) if total else 0.0
     return TokenWeights(torch.cat(weights), torch.cat(positions), residual, smoothing or 0.0)
 
 
 def _fit_rows(d: Tensor, p: Tensor, smoothing: float | None) -> tuple[Tensor, Tensor, float]:
     """Return weights [rows], what they leave of the gradient [rows, classes], and the label smoothing."""
-    # The target's entry is as long as all others together: the least of a row, or the largest under a negative weight.
-    least, largest = d.min(-1), d.max(-1)
-    y = torch.where(-least.values >= 0.999 * largest.values, least.indices, largest.indices)[:, None]
-    others = p.scatter(-1, y, 0.0)
-    rest = others.sum(-1, keepdim=True)
+    # The target's entry is as long as all others together.
+    # It is the smallest of a row, or under a negative weight the largest.
+    smallest, largest = d.min(-1), d.max(-1)
+    y = torch.where(-smallest.values >= 0.999 * largest.values, smallest.indices, largest.indices)[:, None]
+    wrong_classes = p.scatter(-1, y, 0.0)
+    wrong_mass = wrong_classes.sum(-1, keepdim=True)
     if smoothing is None or not smoothing:
-        e = others.scatter(-1, y, -rest)  # softmax - onehot, without cancellation
-        confident = rest < CONFIDENT
-        along = torch.where(confident, others, e)
+        e = wrong_classes.scatter(-1, y, -wrong_mass)  # softmax - onehot, without cancellation
+        confident = wrong_mass < CONFIDENT
+        along = torch.where(confident, wrong_classes, e)
         c = (d * along).sum(-1, keepdim=True) / (along * e).sum(-1, keepdim=True).clamp_min(torch.finfo(d.dtype).tiny)
-        left = d - c * e
-        error = float(left.norm() / d.norm())
+        unexplained = d - c * e
+        error = float(unexplained.norm() / d.norm())
         if smoothing is not None or error < ROUNDING:
-            return c[:, 0], left, 0.0
+            return c[:, 0], unexplained, 0.0
         guess = _smoothing_of(d.double(), e.double(), y)
         smoothed = _fit_smoothed(d, e, y, guess)
         if not 1e-3 < guess < MAX_SMOOTHING or float(smoothed[1].norm() / d.norm()) > error / 3:
-            return c[:, 0], left, 0.0
+            return c[:, 0], unexplained, 0.0
         return *smoothed, guess
-    return *_fit_smoothed(d, others.scatter(-1, y, -rest), y, smoothing), smoothing
+    return *_fit_smoothed(d, wrong_classes.scatter(-1, y, -wrong_mass), y, smoothing), smoothing
 
 
 def _fit_smoothed(d: Tensor, e: Tensor, y: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -167,7 +169,7 @@ def _fold(total: Tensor, numbers: Tensor, bin: int) -> None:
     """Add numbers to bins in turn, from ``bin`` on."""
     head = min(numbers.numel(), NUM_BINS - bin)
     total[bin : bin + head] += numbers[:head]
-    whole = (numbers.numel() - head) // NUM_BINS * NUM_BINS
-    total += numbers[head : head + whole].view(-1, NUM_BINS).sum(0, dtype=torch.float64)
-    tail = numbers[head + whole :]
+    in_full_folds = (numbers.numel() - head) // NUM_BINS * NUM_BINS
+    total += numbers[head : head + in_full_folds].view(-1, NUM_BINS).sum(0, dtype=torch.float64)
+    tail = numbers[head + in_full_folds :]
     total[: tail.numel()] += tail

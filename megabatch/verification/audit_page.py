@@ -32,7 +32,7 @@ header { display: grid; grid-template-columns: auto minmax(0, 1fr); gap: 0 16px;
 h1 { margin: 0; font-size: 26px; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin: 0 0 4px; font-size: 18px; }
 section { margin-top: 36px; }
-p { margin: 4px 0; max-width: 78ch; }
+p { margin: 4px 0; max-width: 78ch; overflow-wrap: anywhere; }
 .hint, footer, header p { color: var(--muted); font-size: 13px; overflow-wrap: anywhere; }
 footer { margin-top: 48px; border-top: 1px solid var(--line); padding-top: 12px; }
 dl { display: flex; flex-wrap: wrap; gap: 10px 36px; margin: 18px 0 0; }
@@ -41,7 +41,7 @@ figure { margin: 12px 0 0; }
 .plot { position: relative; height: 240px; margin: 0 0 0 44px; font-size: 12px; color: var(--muted); }
 .bars { position: absolute; inset: 0; display: flex; gap: 18px; }
 .update { position: relative; display: flex; gap: 2px; flex: var(--number) 1 0; min-width: 0;
-  max-width: calc(var(--number) * 64px); border-left: 1px solid var(--line); }
+  max-width: calc(var(--number) * 84px); border-left: 1px solid var(--line); }
 .update > b { position: absolute; top: 100%; left: 0; padding-top: 4px; font-weight: 400; white-space: nowrap; }
 .bar { position: relative; flex: 1 1 0; min-width: 0; }
 .bar i { position: absolute; left: 0; right: 0; border-radius: 2px; background: var(--color); }
@@ -179,9 +179,9 @@ class _Scale:
 def _levels(bottom: float, top: float) -> list[float]:
     """Return the levels with a line: 0, 1, and whole steps that leave room for their numbers."""
     step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000, 10**9) if (top - bottom) / step <= 8)
-    others = [value * step for value in range(int(bottom / step), int(top / step) + 1)]
+    multiples = [value * step for value in range(int(bottom / step), int(top / step) + 1)]
     room = (top - bottom) / 12
-    return [0.0, 1.0, *(value for value in others if value and abs(value - 1) > room)]
+    return [0.0, 1.0, *(value for value in multiples if value and abs(value - 1) > room)]
 
 
 def _level(value: float, scale: _Scale) -> str:
@@ -281,5 +281,5 @@ def _microbatches(update: UpdateFindings) -> str:
 def _weight(weights: Tensor | None) -> str:
     if weights is None:
         return UNKNOWN
-    least, most = f"{float(weights.min()):.2f}", f"{float(weights.max()):.2f}"
-    return least if least == most else f"{least} to {most}"
+    lowest, highest = f"{float(weights.min()):.2f}", f"{float(weights.max()):.2f}"
+    return lowest if lowest == highest else f"{lowest} to {highest}"

@@ -109,28 +109,28 @@ def write_line(record: Record) -> str:
 def read_lines(lines: Iterable[str]) -> list[Record]:
     """Return the records of lines. Raises `MegabatchError` for a line that is none; the last may be cut off."""
     texts = [line for line in lines if line.strip()]
-    found: list[Record] = []
+    records: list[Record] = []
     for number, text in enumerate(texts):
         try:
-            found.append(_record_of(json.loads(text)))
+            records.append(_record_of(json.loads(text)))
         except (ValueError, KeyError, TypeError, AttributeError):
             if number < len(texts) - 1:
                 raise MegabatchError(
                     f"line {number + 1} is not of an audit: {text[:60]!r}; give a folder that megabatch audit wrote"
                 ) from None
-    return found
+    return records
 
 
 def _record_of(values: dict[str, Any]) -> Any:
     kind = _KINDS[values.pop("kind")]
-    for each in values.get("microbatches", ()):
-        _decode(each)
+    for microbatch in values.get("microbatches", ()):
+        _decode(microbatch)
     _decode(values)
     if "loop" in values:
         values["loop"] = LoopRecord(**values["loop"])
     if "microbatches" in values:
-        values["microbatches"] = [MicrobatchRecord(**each) for each in values["microbatches"]]
-    known = {each.name for each in fields(kind)}
+        values["microbatches"] = [MicrobatchRecord(**microbatch) for microbatch in values["microbatches"]]
+    known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})
 
 

@@ -74,7 +74,7 @@ class UpdateFindings:
     @property
     def num_targets(self) -> int:
         """Target tokens of all ranks."""
-        return sum(each.num_targets for _, each in self.microbatches)
+        return sum(record.num_targets for _, record in self.microbatches)
 
     @property
     def is_length_known(self) -> bool:
@@ -84,10 +84,10 @@ class UpdateFindings:
 
     def error(self, mean: str = TOKEN) -> float | None:
         """Return the relative error of the gradient; of its direction alone if its length cannot be told."""
-        found = self.distances.get(mean)
-        if found is None:
+        distance = self.distances.get(mean)
+        if distance is None:
             return None
-        return found.error if self.is_length_known else found.direction
+        return distance.error if self.is_length_known else distance.direction
 
     @property
     def dropped(self) -> list[int]:
@@ -98,7 +98,7 @@ class UpdateFindings:
     def miscounted(self) -> list[int]:
         """Microbatches that are counted in part or more than once."""
         relative = [count / self.usual_count for count in self.counts or []]
-        return [n for n, each in enumerate(relative) if n not in self.dropped and abs(each - 1) > COUNT]
+        return [n for n, count in enumerate(relative) if n not in self.dropped and abs(count - 1) > COUNT]
 
 
 class Audit:
@@ -112,11 +112,11 @@ class Audit:
     @classmethod
     def from_records(cls, records: Iterable[Record], command: str = "") -> Self:
         """Return the findings of records of all ranks."""
-        found = cls()
-        found.command = command
-        for each in records:
-            found.add(each)
-        return found
+        findings = cls()
+        findings.command = command
+        for record in records:
+            findings.add(record)
+        return findings
 
     @classmethod
     def from_lines(cls, lines: Iterable[str], command: str = "") -> Self:
@@ -138,8 +138,8 @@ class Audit:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         lines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(lines, [write_line(each) for each in self.records])
-        self.records = [each for part in lines for each in read_lines(part)]
+        dist.all_gather_object(lines, [write_line(record) for record in self.records])
+        self.records = [record for part in lines for record in read_lines(part)]
         self._updates = None
 
     @property
@@ -152,10 +152,10 @@ class Audit:
     @property
     def left_over(self) -> list[int] | None:
         """Target tokens of the microbatches that no optimizer step used; None if the end was not watched."""
-        ends = [each for each in self.records if isinstance(each, EndRecord)]
-        if not ends or not all(each.is_end_of_run for each in ends):
+        ends = [record for record in self.records if isinstance(record, EndRecord)]
+        if not ends or not all(end.is_end_of_run for end in ends):
             return None
-        return [size for each in ends for size in each.left_over]
+        return [size for end in ends for size in end.left_over]
 
     def error(self, mean: str = "token") -> float | None:
         """Return the largest relative error of an update's gradient; None if it cannot be told.
@@ -169,13 +169,13 @@ class Audit:
         if mean != "any" and mean not in MEANS:
             raise MegabatchError(f"the mean {mean!r} is not known; give token, sample, sequence or any")
         names = list(MEANS.values()) if mean == "any" else [MEANS[mean]]
-        found: list[float] = []
+        errors_by_mean: list[float] = []
         for name in names:
-            errors = [each.error(name) for each in self.updates]
-            known = [each for each in errors if each is not None]
+            errors = [update.error(name) for update in self.updates]
+            known = [error for error in errors if error is not None]
             if known and len(known) == len(errors):
-                found.append(max(known))
-        return min(found, default=None)
+                errors_by_mean.append(max(known))
+        return min(errors_by_mean, default=None)
 
     @property
     def problems(self) -> list[str]:
@@ -196,7 +196,7 @@ class Audit:
     @property
     def is_length_known(self) -> bool:
         """False if something unknown scales a gradient before the step. The clips of torch and megabatch are known."""
-        return all(each.is_length_known for each in self.updates)
+        return all(update.is_length_known for update in self.updates)
 
     @property
     def may_be_mean_of_means(self) -> bool:
@@ -242,153 +242,158 @@ class Audit:
 
 def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
     by_number: dict[int, dict[int, UpdateRecord]] = {}
-    for each in records:
-        if isinstance(each, UpdateRecord):
-            by_number.setdefault(each.number, {})[each.rank] = each
-    schedulers = {(each.number, each.rank): each.steps for each in records if isinstance(each, SchedulerRecord)}
+    for record in records:
+        if isinstance(record, UpdateRecord):
+            by_number.setdefault(record.number, {})[record.rank] = record
+    schedulers = {
+        (record.number, record.rank): record.steps for record in records if isinstance(record, SchedulerRecord)
+    }
     earlier: list[MicrobatchRecord] = []
     for number in sorted(by_number):
-        ranks = [by_number[number][rank] for rank in sorted(by_number[number])]
-        found = _merge_ranks(ranks, earlier)
-        found.scheduler_steps = [schedulers[number, each.rank] for each in ranks if (number, each.rank) in schedulers]
-        earlier = [*earlier, *(each for _, each in found.microbatches)]
-        yield found
+        rank_records = [by_number[number][rank] for rank in sorted(by_number[number])]
+        findings = _merge_ranks(rank_records, earlier)
+        findings.scheduler_steps = [
+            schedulers[number, record.rank] for record in rank_records if (number, record.rank) in schedulers
+        ]
+        earlier = [*earlier, *(record for _, record in findings.microbatches)]
+        yield findings
 
 
-def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRecord]) -> UpdateFindings:
-    first = ranks[0]
-    microbatches = [(each.rank, mb) for each in ranks for mb in each.microbatches]
-    found = UpdateFindings(first.number + 1, first.world, [pair for pair in microbatches if not pair[1].is_empty])
-    found.num_empty = len(microbatches) - len(found.microbatches)
-    found.collectives, found.num_clips, found.loop = first.collectives, first.num_clips, first.loop
-    found.is_sharded, found.is_compiled = first.is_sharded, any(record.is_compiled for record in ranks)
-    found.unknown = list(dict.fromkeys(note for each in ranks for note in each.notes))
-    if len(ranks) < first.world:
-        found.unknown.append(f"what other ranks do: records of {len(ranks)} of {first.world} ranks are here")
-    gradient = _merge_gradients(ranks, found) if len(ranks) == first.world else None
+def _merge_ranks(records: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRecord]) -> UpdateFindings:
+    first = records[0]
+    microbatches = [(record.rank, microbatch) for record in records for microbatch in record.microbatches]
+    findings = UpdateFindings(first.number + 1, first.world, [pair for pair in microbatches if not pair[1].is_empty])
+    findings.num_empty = len(microbatches) - len(findings.microbatches)
+    findings.collectives, findings.num_clips, findings.loop = first.collectives, first.num_clips, first.loop
+    findings.is_sharded, findings.is_compiled = first.is_sharded, any(record.is_compiled for record in records)
+    findings.unknown = list(dict.fromkeys(note for record in records for note in record.notes))
+    if len(records) < first.world:
+        findings.unknown.append(f"what other ranks do: records of {len(records)} of {first.world} ranks are here")
+    gradient = _merge_gradients(records, findings) if len(records) == first.world else None
     if gradient is not None:
-        _count_microbatches(found, gradient, earlier)
-    elif len(ranks) == first.world and not any(each.startswith("how often a") for each in found.unknown):
-        found.unknown.append("how often a microbatch is counted: no parameter has a gradient at the step")
-    _weigh_tokens(found)
-    if gradient is not None and found.weights is not None and found.counts is not None and not found.is_signed:
-        _measure_distances(found, gradient)
-    return found
+        _count_microbatches(findings, gradient, earlier)
+    elif len(records) == first.world and not any(reason.startswith("how often a") for reason in findings.unknown):
+        findings.unknown.append("how often a microbatch is counted: no parameter has a gradient at the step")
+    _weigh_tokens(findings)
+    if gradient is not None and findings.weights is not None and findings.counts is not None and not findings.is_signed:
+        _measure_distances(findings, gradient)
+    return findings
 
 
-def _merge_gradients(ranks: Sequence[UpdateRecord], found: UpdateFindings) -> Tensor | None:
+def _merge_gradients(records: Sequence[UpdateRecord], findings: UpdateFindings) -> Tensor | None:
     """Return the sketch of the gradient that is stepped, and note how ranks differ."""
-    sketches = [each.gradient for each in ranks if each.gradient is not None]
-    if len(sketches) < len(ranks):
+    sketches = [record.gradient for record in records if record.gradient is not None]
+    if len(sketches) < len(records):
         return None
-    if ranks[0].is_sharded:
+    if records[0].is_sharded:
         return torch.stack(sketches).sum(0)
-    longest = max(float(each.norm()) for each in sketches)
-    differences = [float((each - sketches[0]).norm()) for each in sketches]
-    found.rank_difference = max(differences) / longest if longest else 0.0
-    found.weights_differ = len({each.weights_checksum for each in ranks}) > 1
+    longest = max(float(sketch.norm()) for sketch in sketches)
+    differences = [float((sketch - sketches[0]).norm()) for sketch in sketches]
+    findings.rank_difference = max(differences) / longest if longest else 0.0
+    findings.weights_differ = len({record.weights_checksum for record in records}) > 1
     return sketches[0]
 
 
-def _count_microbatches(found: UpdateFindings, gradient: Tensor, earlier: Sequence[MicrobatchRecord]) -> None:
+def _count_microbatches(findings: UpdateFindings, gradient: Tensor, earlier: Sequence[MicrobatchRecord]) -> None:
     """Find how often each microbatch is in the gradient, by least squares over sketches."""
-    own = [each.sketch for _, each in found.microbatches]
-    if not own or any(each is None for each in own) or not gradient.norm():
+    sketches = [record.sketch for _, record in findings.microbatches]
+    if not sketches or any(sketch is None for sketch in sketches) or not gradient.norm():
         return
-    columns = [each for each in own if each is not None] + [each.sketch for each in earlier if each.sketch is not None]
-    lengths = torch.stack([each.norm() for each in columns])
+    columns = [sketch for sketch in (*sketches, *(record.sketch for record in earlier)) if sketch is not None]
+    lengths = torch.stack([column.norm() for column in columns])
     if not lengths.isfinite().all() or not gradient.isfinite().all():
-        found.unknown.append("how often a microbatch is counted: a gradient is not finite")
+        findings.unknown.append("how often a microbatch is counted: a gradient is not finite")
         return
     matrix = torch.stack(columns, 1) / lengths.clamp_min(1e-300)  # [bins, microbatches]
     basis, small = torch.linalg.qr(matrix)
-    left, singular, right = torch.linalg.svd(small, full_matrices=False)
+    left_vectors, singular, right_vectors = torch.linalg.svd(small, full_matrices=False)
     inverse = torch.where(singular > PARALLEL * singular[0], 1 / singular, 0.0)
-    solution = right.T @ (inverse * (left.T @ (basis.T @ gradient)))  # the shortest, where gradients are parallel
-    found.unexplained = float((matrix @ solution - gradient).norm() / gradient.norm())
-    if found.unexplained > MAX_UNEXPLAINED:
-        found.unknown.append(
-            f"how often a microbatch is counted: {found.unexplained:.0%} of the gradient comes from elsewhere"
+    # Where gradients are parallel, this is the shortest solution.
+    solution = right_vectors.T @ (inverse * (left_vectors.T @ (basis.T @ gradient)))
+    findings.unexplained = float((matrix @ solution - gradient).norm() / gradient.norm())
+    if findings.unexplained > MAX_UNEXPLAINED:
+        findings.unknown.append(
+            f"how often a microbatch is counted: {findings.unexplained:.0%} of the gradient comes from elsewhere"
         )
         return
-    found.shares_counts = bool(singular[-1] < PARALLEL)
-    if found.shares_counts:
-        found.unknown.append("which of the microbatches with equal gradients is counted: they share their counts")
+    findings.shares_counts = bool(singular[-1] < PARALLEL)
+    if findings.shares_counts:
+        findings.unknown.append("which of the microbatches with equal gradients is counted: they share their counts")
     counts = (solution / lengths.clamp_min(1e-300)).tolist()
-    current = found.counts = counts[: len(own)]
-    present = sorted(each for each in current if abs(each) > COUNT * max(map(abs, current)))
-    found.usual_count = present[len(present) // 2] if present else 1.0
-    leaks = [abs(each / found.usual_count) for each in counts[len(own) :]]
-    found.leaks = max(leaks, default=0.0)
+    current = findings.counts = counts[: len(sketches)]
+    present = sorted(count for count in current if abs(count) > COUNT * max(map(abs, current)))
+    findings.usual_count = present[len(present) // 2] if present else 1.0
+    leaks = [abs(count / findings.usual_count) for count in counts[len(sketches) :]]
+    findings.leaks = max(leaks, default=0.0)
 
 
-def _weigh_tokens(found: UpdateFindings) -> None:
+def _weigh_tokens(findings: UpdateFindings) -> None:
     """Set the weight of each target token in the update, and the mean that the weights are closest to."""
-    records = [each for _, each in found.microbatches]
-    if any(each.residual is None for each in records):
-        reason = "inside torch.compile" if found.is_compiled else "without logits (use megabatch.verify for it)"
-        found.unknown.append(f"the weights of tokens: a loss {reason}")
+    records = [record for _, record in findings.microbatches]
+    if any(record.residual is None for record in records):
+        reason = "inside torch.compile" if findings.is_compiled else "without logits (use megabatch.verify for it)"
+        findings.unknown.append(f"the weights of tokens: a loss {reason}")
         return
-    worst = max((each.residual or 0.0 for each in records), default=0.0)
+    worst = max((record.residual or 0.0 for record in records), default=0.0)
     if worst > MAX_RESIDUAL:
-        found.unknown.append(
+        findings.unknown.append(
             f"the weights of tokens: the gradient of the logits is {worst:.0%} from a cross-entropy's (use "
             "megabatch.verify for this loss)"
         )
         return
-    counts = found.counts or [1.0] * len(records)
-    total = found.num_targets
+    counts = findings.counts or [1.0] * len(records)
+    total = findings.num_targets
     if not total:
         return
-    found.weights = [each.weights * count * total for each, count in zip(records, counts, strict=True)]
-    flat = torch.cat(found.weights)
+    findings.weights = [record.weights * count * total for record, count in zip(records, counts, strict=True)]
+    flat = torch.cat(findings.weights)
     negative = float(flat.clamp(max=0).abs().sum() / flat.abs().sum().clamp_min(1e-300))
-    found.is_signed = SIGNS < negative < 1 - SIGNS
-    if found.is_signed:
-        found.unknown.append("which mean is meant: the weights contain margins or advantages")
+    findings.is_signed = SIGNS < negative < 1 - SIGNS
+    if findings.is_signed:
+        findings.unknown.append("which mean is meant: the weights contain margins or advantages")
         return
     closest = SAME * 2
-    for name, mean in _means_of(found).items():
+    for name, mean in _means_of(findings).items():
         shape = torch.cat(mean) * total
         factor = float(flat @ shape / (shape @ shape))
-        found.weight_distances[name] = float((flat - shape).norm() / shape.norm())
+        findings.weight_distances[name] = float((flat - shape).norm() / shape.norm())
         residual = float((flat - factor * shape).norm() / flat.norm().clamp_min(1e-300))
         if residual < closest / 2:  # the first of equals
-            found.kind, found.factor, closest = name, factor, residual
+            findings.kind, findings.factor, closest = name, factor, residual
 
 
-def _means_of(found: UpdateFindings) -> dict[str, list[Tensor]]:
+def _means_of(findings: UpdateFindings) -> dict[str, list[Tensor]]:
     """Return the weights of target tokens under each mean that can be told from the records."""
-    records, total = [each for _, each in found.microbatches], found.num_targets
-    sizes = [each.num_targets for each in records]
+    records, total = [record for _, record in findings.microbatches], findings.num_targets
+    sizes = [record.num_targets for record in records]
     means = {TOKEN: [torch.full((size,), 1 / total, dtype=torch.float64) for size in sizes]}
     for name, groups in (
-        (SAMPLE, [each.samples for each in records]),
-        (SEQUENCE, [each.sequences for each in records]),
+        (SAMPLE, [record.samples for record in records]),
+        (SEQUENCE, [record.sequences for record in records]),
     ):
-        if all(bool((each >= 0).all()) for each in groups):
-            parts = [torch.unique(each, return_inverse=True, return_counts=True) for each in groups]
-            number = sum(len(each[0]) for each in parts)
+        if all(bool((group >= 0).all()) for group in groups):
+            parts = [torch.unique(group, return_inverse=True, return_counts=True) for group in groups]
+            number = sum(len(part[0]) for part in parts)
             means[name] = [1 / (number * sizes.double()[which]) for _, which, sizes in parts]
     filled = [size for size in sizes if size]
     means[OF_MICROBATCHES] = [
         torch.full((size,), 1 / (len(filled) * max(size, 1)), dtype=torch.float64) for size in sizes
     ]
     by_rank: dict[int, int] = {}
-    for (rank, _), size in zip(found.microbatches, sizes, strict=True):
+    for (rank, _), size in zip(findings.microbatches, sizes, strict=True):
         by_rank[rank] = by_rank.get(rank, 0) + size
     means[OF_RANKS] = [
         torch.full((size,), 1 / (len(by_rank) * max(by_rank[rank], 1)), dtype=torch.float64)
-        for (rank, _), size in zip(found.microbatches, sizes, strict=True)
+        for (rank, _), size in zip(findings.microbatches, sizes, strict=True)
     ]
     return means
 
 
-def _measure_distances(found: UpdateFindings, gradient: Tensor) -> None:
+def _measure_distances(findings: UpdateFindings, gradient: Tensor) -> None:
     """Compare the gradient with that of each mean: microbatches' sketches, weighed anew."""
-    for name, mean in _means_of(found).items():
+    for name, mean in _means_of(findings).items():
         total: Tensor | None = None
-        for (_, record), wanted in zip(found.microbatches, mean, strict=True):
+        for (_, record), wanted in zip(findings.microbatches, mean, strict=True):
             if record.sketch is None or not record.num_targets:
                 continue
             ratio = wanted / record.weights
@@ -398,7 +403,7 @@ def _measure_distances(found: UpdateFindings, gradient: Tensor) -> None:
             total = scaled if total is None else total + scaled
         else:
             if total is not None and total.norm() and gradient.norm():
-                found.distances[name] = Distance(
+                findings.distances[name] = Distance(
                     error=float((gradient - total).norm() / total.norm()),
                     length=float(gradient.norm() / total.norm()),
                     direction=float((gradient / gradient.norm() - total / total.norm()).norm()),
@@ -410,46 +415,48 @@ def _measure_distances(found: UpdateFindings, gradient: Tensor) -> None:
 
 def find_miscounts(audit: Audit) -> list[str]:
     """Return a line for each microbatch that is dropped, counted in part or more than once, or leaked."""
-    found: list[str] = []
-    for each in audit.updates:
-        of_all = f"of {len(each.microbatches)}"
-        at = f"update {each.number}:"
-        if each.dropped:
-            found.append(f"{at} microbatch {_numbers(each.dropped)} {of_all} DROPPED")
-        for number in each.miscounted:
-            times = (each.counts or [])[number] / each.usual_count
-            found.append(f"{at} microbatch {number + 1} {of_all} counted {times:.2g} times")
-        if each.leaks > COUNT:
-            found.append(f"{at} LEAKED into from an update before ({each.leaks:.2g} times)")
-    if left := audit.left_over:
-        found.append(f"at the end {plural(len(left), 'microbatch')} of {sum(left)} targets never stepped")
-    return found
+    descriptions: list[str] = []
+    for update in audit.updates:
+        of_all = f"of {len(update.microbatches)}"
+        at = f"update {update.number}:"
+        if update.dropped:
+            descriptions.append(f"{at} microbatch {_numbers(update.dropped)} {of_all} DROPPED")
+        for number in update.miscounted:
+            times = (update.counts or [])[number] / update.usual_count
+            descriptions.append(f"{at} microbatch {number + 1} {of_all} counted {times:.2g} times")
+        if update.leaks > COUNT:
+            descriptions.append(f"{at} LEAKED into from an update before ({update.leaks:.2g} times)")
+    if unused := audit.left_over:
+        descriptions.append(f"at the end {plural(len(unused), 'microbatch')} of {sum(unused)} targets never stepped")
+    return descriptions
 
 
 def find_rank_differences(updates: Sequence[UpdateFindings]) -> list[str]:
     """Return lines on ranks whose gradients or weights differ."""
-    found: list[str] = []
-    worst = max((each.rank_difference for each in updates), default=0.0)
+    differences: list[str] = []
+    worst = max((update.rank_difference for update in updates), default=0.0)
     if worst > SAME:
-        found.append(f"gradients of ranks DIFFER by {worst:.2g} before the step")
-    if any(each.weights_differ for each in updates):
-        found.append("the WEIGHTS of ranks differ")
-    return found
+        differences.append(f"gradients of ranks DIFFER by {worst:.2g} before the step")
+    if any(update.weights_differ for update in updates):
+        differences.append("the WEIGHTS of ranks differ")
+    return differences
 
 
 def _find_scheduler(updates: Sequence[UpdateFindings]) -> list[str]:
-    steps = [step for each in updates for step in each.scheduler_steps]
+    steps = [step for update in updates for step in update.scheduler_steps]
     return [f"scheduler: {max(steps)} steps per update"] if steps and max(steps) > 1 else []
 
 
 def _find_unknown(audit: Audit, records: Sequence[Record]) -> Iterator[str]:
-    found = [text for each in audit.updates for text in each.unknown]
-    found += [text for each in records if isinstance(each, EndRecord) for text in each.notes]
-    if any(not each.is_length_known for each in audit.updates):
-        found.append("the gradient's length: something scales it between the last backward and the step")
+    reasons = [text for update in audit.updates for text in update.unknown]
+    reasons += [text for record in records if isinstance(record, EndRecord) for text in record.notes]
+    if any(not update.is_length_known for update in audit.updates):
+        reasons.append("the gradient's length: something scales it between the last backward and the step")
     if not audit.updates:
-        found.append("no step of a torch optimizer followed a backward of a watched model; a compiled step is not seen")
-    yield from dict.fromkeys(found)
+        reasons.append(
+            "no step of a torch optimizer followed a backward of a watched model; a compiled step is not seen"
+        )
+    yield from dict.fromkeys(reasons)
 
 
 def _numbers(indices: Sequence[int]) -> str:

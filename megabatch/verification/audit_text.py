@@ -87,9 +87,9 @@ def _factors_text(updates: Sequence[UpdateFindings]) -> str:
     known = [update for update in updates if update.kind]
     if all(abs(update.factor - 1) <= SAME for update in known):
         return ""
-    least, most = (pick(update.factor for update in known) for pick in (min, max))
+    lowest, highest = (pick(update.factor for update in known) for pick in (min, max))
     if all(abs(update.factor - 1) > SAME for update in known):
-        return f" x {least:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f" x {least:.2g} to {most:.2g}"
+        return f" x {lowest:.2g}" if f"{lowest:.2g}" == f"{highest:.2g}" else f" x {lowest:.2g} to {highest:.2g}"
     factors = (f"x {update.factor:.2g} in update {update.number}" for update in known if abs(update.factor - 1) > SAME)
     return f", {', '.join(factors)}"
 
@@ -103,19 +103,19 @@ def weights_text(updates: Sequence[UpdateFindings]) -> str:
     flat = torch.cat(worst.weights or [])
     smoothing = max(record.smoothing for _, record in worst.microbatches)
     extra = f"; label smoothing {smoothing:.2g}" if smoothing else ""
-    least, most = f"{float(flat.min()):.2f}", f"{float(flat.max()):.2f}"
+    lowest, highest = f"{float(flat.min()):.2f}", f"{float(flat.max()):.2f}"
     if worst.is_signed:
         negative = float((flat < 0).double().mean())
         return (
-            f"from {least} to {most} of a share in the token mean (update {worst.number}); negative for "
+            f"from {lowest} to {highest} of a share in the token mean (update {worst.number}); negative for "
             f"{negative:.0%} of the tokens{_samples_text(worst)}{extra}"
         )
-    if least == most:
-        return f"a target token weighs {least} of its share in the token mean (update {worst.number}){extra}"
+    if lowest == highest:
+        return f"a target token weighs {lowest} of its share in the token mean (update {worst.number}){extra}"
     means = [float(weights.mean()) for weights in worst.weights or [] if weights.numel()]
     shown = ", ".join(f"{mean:.2f}" for mean in means[:8]) + (", ..." if len(means) > 8 else "")
     return (
-        f"a target token weighs {least} to {most} of its share in the token mean "
+        f"a target token weighs {lowest} to {highest} of its share in the token mean "
         f"(update {worst.number}; by microbatch {shown}){extra}"
     )
 
@@ -154,12 +154,12 @@ def _gradient_text(audit: Audit) -> str:
 
 
 def _counted_text(audit: Audit) -> str:
-    if any(each.counts is None for each in audit.updates):
+    if any(update.counts is None for update in audit.updates):
         return "cannot tell"
-    if any(each.shares_counts for each in audit.updates):
+    if any(update.shares_counts for update in audit.updates):
         return "cannot tell which of the microbatches with equal gradients is counted"
     end = "nothing left over at the end" if audit.left_over == [] else "the end of the run was not watched"
-    num_empty = sum(each.num_empty for each in audit.updates)
+    num_empty = sum(update.num_empty for update in audit.updates)
     empty = f"; {plural(num_empty, 'microbatch')} had no target, and a gradient of zero" if num_empty else ""
     return f"each microbatch once, none leaked into the next update; {end}{empty}"
 
@@ -179,7 +179,7 @@ def _ranks_text(updates: Sequence[UpdateFindings]) -> str:
 
 
 def _scheduler_text(updates: Sequence[UpdateFindings]) -> str:
-    steps = sorted({step for each in updates for step in each.scheduler_steps})
+    steps = sorted({step for update in updates for step in update.scheduler_steps})
     if not steps:
         return "cannot tell"
     if steps == [0]:
@@ -191,7 +191,7 @@ def _scheduler_text(updates: Sequence[UpdateFindings]) -> str:
 def _collectives_text(updates: Sequence[UpdateFindings]) -> str:
     if updates[0].world == 1:
         return "none, one process"
-    counted = next((each.collectives for each in updates if each.collectives is not None), None)
+    counted = next((update.collectives for update in updates if update.collectives is not None), None)
     if counted is None:
         return "cannot tell"
     parts = [f"{number} {name} of {_bytes_text(size)}" for name, (number, size) in sorted(counted.items())]
@@ -200,23 +200,24 @@ def _collectives_text(updates: Sequence[UpdateFindings]) -> str:
 
 def padding_text(updates: Sequence[UpdateFindings]) -> str:
     """Return the share of padding, and what is left of it in microbatches that megabatch cuts by length."""
-    rows = [(each, record) for each in updates for _, record in each.microbatches]
+    rows = [(update, record) for update in updates for _, record in update.microbatches]
     twice = sum(len(hashes) - len(set(hashes)) for hashes in (
-        [row for _, record in each.microbatches for row in record.row_hashes] for each in updates))  # fmt: skip
+        [row for _, record in update.microbatches for row in record.row_hashes] for update in updates))  # fmt: skip
     same = f"; {plural(twice, 'sample')} seen twice in an update" if twice else "; no sample twice in an update"
     if not rows or not all(record.row_tokens for _, record in rows):
         return f"cannot tell (no attention_mask){same}"
-    tokens, positions = sum(sum(each.row_tokens) for _, each in rows), sum(each.num_positions for _, each in rows)
+    tokens = sum(sum(record.row_tokens) for _, record in rows)
+    positions = sum(record.num_positions for _, record in rows)
     return f"{1 - tokens / max(positions, 1):.0%} of the computed tokens{_replanned_text(updates, positions)}{same}"
 
 
 def _replanned_text(updates: Sequence[UpdateFindings], positions: int) -> str:
     """Return the padding with microbatches that are no larger than the largest here, cut by length."""
-    cap = max(record.num_positions for each in updates for _, record in each.microbatches)
+    cap = max(record.num_positions for update in updates for _, record in update.microbatches)
     computed = tokens = 0
-    for each in updates:
-        lengths = [max(1, size) for _, record in each.microbatches for size in record.row_tokens]
-        for part in plan(lengths, dp_degree=min(each.world, len(lengths)), max_microbatch_tokens=cap):
+    for update in updates:
+        lengths = [max(1, size) for _, record in update.microbatches for size in record.row_tokens]
+        for part in plan(lengths, dp_degree=min(update.world, len(lengths)), max_microbatch_tokens=cap):
             for rows in part.microbatches:
                 computed += len(rows) * max((part.lengths[row] for row in rows), default=0)
         tokens += sum(lengths)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from megabatch.torch_private import pytree
+from megabatch.torch_private.operations import pytree
 
 STEPS = (1e-4, 1e-5, 1e-6)  # relative to the moved tensors; each in its own direction
 OFFSET = 1e-3  # from the model's own point, where a loss may have a kink
@@ -41,18 +41,18 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
                 continue
             if not line.leaves:  # the loss calls only parts of the models
                 continue
-            if any(isinstance(each, DTensor) for each in line.leaves):
+            if any(isinstance(leaf, DTensor) for leaf in line.leaves):
                 return False
             try:
-                found = torch.autograd.grad(base, line.leaves, materialize_grads=True)
+                gradients = torch.autograd.grad(base, line.leaves, materialize_grads=True)
             except RuntimeError:  # reentrant checkpoints have no gradient of chosen inputs
                 return False
-            slopes = [(slope * each).flatten() for slope, each in zip(found, line.directions, strict=True)]
-            expected = float(sum(each.sum() for each in slopes))
-            size = float(torch.stack([each.norm() for each in slopes]).norm())
-            del found, slopes
+            slopes = [(slope * gradient).flatten() for slope, gradient in zip(gradients, line.directions, strict=True)]
+            expected = float(sum(slope.sum() for slope in slopes))
+            size = float(torch.stack([slope.norm() for slope in slopes]).norm())
+            del gradients, slopes
             try:
-                wide, narrow = (_central(line, tape, loss, each) for each in (step, step / 2))
+                wide, narrow = (_central(line, tape, loss, width) for width in (step, step / 2))
             except Exception:  # a loss that takes another branch may raise anything
                 return False
         if tape.is_unsure:
@@ -68,8 +68,8 @@ def _central(line: "_Line", tape: "_Tape", loss: Loss, step: float) -> float:
         line.move(at)
         tape.begin_again()
         with tape:
-            found = loss()
-        values.append(float(found.detach()))
+            total = loss()
+        values.append(float(total.detach()))
     return (values[0] - values[1]) / (2 * step)
 
 
@@ -94,8 +94,8 @@ class _Line(ABC):
         """Return random numbers of the same magnitude."""
         finite = like[torch.isfinite(like)]
         size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
-        found = torch.randn(like.shape, dtype=torch.float64, generator=self._generator).to(like.device)
-        return found * (size or 1.0)
+        numbers = torch.randn(like.shape, dtype=torch.float64, generator=self._generator).to(like.device)
+        return numbers * (size or 1.0)
 
 
 class _Outputs(_Line):
@@ -109,7 +109,7 @@ class _Outputs(_Line):
 
     @contextlib.contextmanager
     def moved(self) -> Generator[None]:
-        handles = [each.register_forward_hook(self._move_output) for each in self._models]
+        handles = [model.register_forward_hook(self._move_output) for model in self._models]
         try:
             yield
         finally:
@@ -139,11 +139,11 @@ class _Parameters(_Line):
 
     @contextlib.contextmanager
     def moved(self) -> Generator[None]:
-        trained = [each for model in self._models for each in model.parameters() if each.requires_grad]
-        self.leaves = [each for each in dict.fromkeys(trained) if each.is_floating_point()]
-        self._own = [each.detach().clone() for each in self.leaves]
-        self._begin = [each + OFFSET * self._random(each) for each in self._own]
-        self.directions = [self._random(each) for each in self._own]
+        trained = [parameter for model in self._models for parameter in model.parameters() if parameter.requires_grad]
+        self.leaves = [tensor for tensor in dict.fromkeys(trained) if tensor.is_floating_point()]
+        self._own = [leaf.detach().clone() for leaf in self.leaves]
+        self._begin = [original + OFFSET * self._random(original) for original in self._own]
+        self.directions = [self._random(original) for original in self._own]
         self.move(0.0)
         try:
             yield
@@ -151,7 +151,7 @@ class _Parameters(_Line):
             self._set(self._own)
 
     def move(self, at: float) -> None:
-        self._set([each + at * direction for each, direction in zip(self._begin, self.directions, strict=True)])
+        self._set([start + at * direction for start, direction in zip(self._begin, self.directions, strict=True)])
 
     @torch.no_grad()
     def _set(self, values: Sequence[Tensor]) -> None:
@@ -173,11 +173,11 @@ class _Tape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.is_grad_enabled():
-            self.is_unsure |= any(isinstance(each, nn.Parameter) and each.requires_grad for each in args)
+            self.is_unsure |= any(isinstance(argument, nn.Parameter) and argument.requires_grad for argument in args)
         elif getattr(func, "__name__", "") in READS or func == torch.Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             if self._number is None:
-                self._read.append(found := func(*args, **(kwargs or {})))
-                return found
+                self._read.append(result := func(*args, **(kwargs or {})))
+                return result
             self._number += 1
             return self._read[self._number - 1]
         return func(*args, **(kwargs or {}))

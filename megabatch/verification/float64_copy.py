@@ -1,7 +1,9 @@
 """Float64 copies of models, so that two runs differ by more than rounding only if they are wrong."""
 
 import copy
-from typing import Any, cast
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +16,18 @@ from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import each_leaf, to_device
 from megabatch.errors import PlanError
 from megabatch.pipeline.stages import Pipeline
-from megabatch.torch_private import (
-    apply_to_tensors,
-    forward_hooks,
-    forward_pre_hooks,
+from megabatch.torch_private.classes import is_replicate_module
+from megabatch.torch_private.fsdp2_groups import (
     fsdp_states,
     groups_of_state,
-    has_function_mode,
-    is_replicate_module,
+    home_of_parameter,
     modules_of_state,
-    original_of,
-    pytree,
     replicate_fsdp2,
     reshard_setting,
 )
+from megabatch.torch_private.module_members import apply_to_tensors, forward_hooks, forward_pre_hooks, original_of
+from megabatch.torch_private.operations import has_function_mode, pytree
+from megabatch.wrappers.mesh import is_expert
 
 DOUBLE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
@@ -35,6 +35,7 @@ DOUBLE = {
 }
 IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")  # they concern the tensor objects
+DISPATCHING = "transformers.distributed.expert_parallel"  # module of `Dispatch`'s closures
 
 
 class Float64WithoutDropout(TorchFunctionMode):
@@ -67,8 +68,9 @@ def _widen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     if is_in_place and args and not _is_double(args[0]):
         return args, kwargs
-    first, rest = (args[:1], args[1:]) if is_in_place else ((), args)
-    return (*first, *map(_double, rest)), {key: each if key == "out" else _double(each) for key, each in kwargs.items()}
+    first, widened = (args[:1], args[1:]) if is_in_place else ((), args)
+    named = {key: argument if key == "out" else _double(argument) for key, argument in kwargs.items()}
+    return (*first, *map(_double, widened)), named
 
 
 def _is_double(value: Any) -> bool:
@@ -83,8 +85,8 @@ def _double(value: Any) -> Any:
 def _grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """Multiply [n, k] by [experts, k, m], each expert for the rows up to its offset; torch has no float64 kernel."""
     ends = offsets.tolist()
-    found = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
-    return torch.cat([*found, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])  # [n, m]
+    products = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*products, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])  # [n, m]
 
 
 def _keep_dtype(value: Any) -> Any:
@@ -106,7 +108,8 @@ def float64_copy(model: nn.Module) -> nn.Module:
     """Copy the whole model in float64 and in training mode, without its wrapper. Collective for FSDP2.
 
     Raises:
-        PlanError: For a model of FSDP1, one that is sharded and tensor parallel, or a Pipeline.
+        PlanError: For a model of FSDP1, one that is sharded and tensor parallel, a Pipeline, or experts on ranks of
+            their own that transformers has not dealt out.
     """
     model = unwrapped(model)
     states = _states(model)
@@ -116,23 +119,24 @@ def float64_copy(model: nn.Module) -> nn.Module:
         for leaf in pytree.tree_leaves(list(vars(module).values())):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # the weight of weight_norm: deepcopy refuses it
                 memo[id(leaf)] = leaf.detach().clone()
-            elif isinstance(leaf, DTensor) and states:
+            elif isinstance(leaf, DTensor) and (states or is_expert(leaf)):
                 memo[id(leaf)] = nn.Parameter(cast(DTensor, leaf.detach()).full_tensor(), leaf.requires_grad)
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, kind in sharded:  # FSDP2 has replaced the module's class by one that cannot be copied
             cast(Any, module).__class__ = kind.__bases__[1]
-        made = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     finally:
         for module, kind in sharded:
             cast(Any, module).__class__ = kind
-    for module in made.modules() if states else ():
+    for module in copied.modules() if states else ():
         _remove_fsdp2(module)
-    apply_to_tensors(made, _double)  # double() leaves complex numbers as they are
-    for module in made.modules():
+    _gather_experts(copied, model)
+    apply_to_tensors(copied, _double)  # double() leaves complex numbers as they are
+    for module in copied.modules():
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention):  # their dropout is inside of one operation
             module.dropout = 0.0
-    return made if model.training else made.train()  # modules frozen by eval() stay so in a training model
+    return copied if model.training else copied.train()  # modules frozen by eval() stay so in a training model
 
 
 def stay_in_float64(model: nn.Module) -> None:
@@ -158,8 +162,12 @@ def _check_copied(model: nn.Module, *, is_sharded: bool) -> None:
     kind = "a Pipeline" if isinstance(model, Pipeline) else None
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         kind = "a model of FSDP1"
-    if is_sharded and any(isinstance(each, DTensor) and _has_tensor_axis(each) for each in model.parameters()):
+    if is_sharded and any(
+        isinstance(parameter, DTensor) and _has_tensor_axis(parameter) for parameter in model.parameters()
+    ):
         kind = "a model that is tensor parallel and sharded"
+    if (name := _find_undispatched(model)) is not None:
+        kind = f"a model with experts on ranks of their own that transformers does not send tokens to ({name!r})"
     if kind is not None:
         raise PlanError(
             f"verify was given {kind}, of which it cannot make a copy; verify the model before that is done"
@@ -172,7 +180,7 @@ def _has_tensor_axis(parameter: DTensor) -> bool:
 
 def _states(model: nn.Module) -> list[Any]:
     """Return FSDP2's state of each call of fully_shard, the outermost first."""
-    return fsdp_states(each for each in model.modules() if isinstance(each, FSDPModule))
+    return fsdp_states(module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _remove_fsdp2(module: nn.Module) -> None:
@@ -198,20 +206,27 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
                ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")},
         )  # fmt: skip
     states = _states(unwrapped(model))
-    if not states:
+    if not states and not any(map(is_expert, model.parameters())):
         return plain
-    made = copy.deepcopy(plain)
+    copied = copy.deepcopy(plain)
+    _deal_experts(copied, unwrapped(model))
+    if not states:
+        return copied
     names = {module: name for name, module in unwrapped(model).named_modules()}
     groups = [group for state in states for group in groups_of_state(state)]
-    managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
-    own = dict(made.named_parameters())
+    sharded = [parameter for group in groups for parameter in group.fsdp_params]
+    managed = {id(parameter.sharded_param) for parameter in sharded}
+    copies = dict(copied.named_parameters())
     named = list(unwrapped(model).named_parameters())
-    ignored = {own[name] for name, each in named if id(each) not in managed}
-    placed = {id(each.sharded_param): each.fsdp_placement for group in groups for each in group.fsdp_params}
-    places = {id(own[name]): placed[id(each)] for name, each in named if id(each) in placed}
+    ignored = {copies[name] for name, parameter in named if id(parameter) not in managed}
+    placed = {id(parameter.sharded_param): parameter.fsdp_placement for parameter in sharded}
+    tied = _tied_over_groups(sharded, names)
+    for name in tied:  # fully_shard refuses a parameter that another group holds
+        _set_parameter(copied, name, copy.deepcopy(copied.get_parameter(name)))
+    places = {id(copies[name]): placed[id(parameter)] for name, parameter in named if id(parameter) in placed}
     for state in reversed(states):
         group = next(iter(groups_of_state(state)), groups[0])
-        modules = [made.get_submodule(names[module]) for module in modules_of_state(state)]
+        modules = [copied.get_submodule(names[module]) for module in modules_of_state(state)]
         together: Any = modules if len(modules) > 1 else modules[0]
         if is_replicate_module(modules_of_state(state)[0]):
             replicate_fsdp2(together, group.mesh_info.mesh, ignored)
@@ -219,6 +234,81 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
         fully_shard(
             together, mesh=group.mesh_info.mesh, ignored_params=ignored,
             reshard_after_forward=reshard_setting(state, group),
-            shard_placement_fn=lambda each: place if isinstance(place := places.get(id(each)), Shard) else None,
+            shard_placement_fn=lambda param: place if isinstance(place := places.get(id(param)), Shard) else None,
         )  # fmt: skip
-    return made
+    for name, first_name in tied.items():
+        _set_parameter(copied, name, copied.get_parameter(first_name))
+    return copied
+
+
+def _tied_over_groups(sharded: list[Any], names: dict[nn.Module, str]) -> dict[str, str]:
+    """Return the names of parameters that another of FSDP2's groups holds too, with their names there."""
+    first_names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for parameter in sharded:
+        module, attribute = home_of_parameter(parameter)
+        name = f"{names[module]}.{attribute}".removeprefix(".")
+        first_name = first_names.setdefault(id(parameter.sharded_param), name)
+        if first_name != name:
+            tied[name] = first_name
+    return tied
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, parameter)
+
+
+class Dispatch(NamedTuple):
+    """The closure by which transformers brings tokens to the experts of a module, in the place of its forward.
+
+    `copy.deepcopy` does not copy closures, so that a copy would run the experts of the original.
+    """
+
+    name: str  # of the module in its model
+    style: Any  # `EpDispatchExpertsParallel`
+    implementation: Any  # `EPImplementation`
+    parameters: list[str]  # those of experts
+
+
+def _find_undispatched(model: nn.Module) -> str | None:
+    """Return the name of an expert on ranks of their own to which transformers sends no tokens; None without one."""
+    dispatched = {f"{dispatch.name}.{name}" for dispatch in _find_dispatches(model) for name in dispatch.parameters}
+    names = (name for name, parameter in model.named_parameters() if is_expert(parameter))
+    return next((name for name in names if name not in dispatched), None)
+
+
+def _gather_experts(copied: nn.Module, model: nn.Module) -> None:
+    """Let a copy with whole parameters run all experts on this rank."""
+    for dispatch in _find_dispatches(model):
+        module: Any = copied.get_submodule(dispatch.name)
+        del vars(module)["forward"]
+        module.num_experts = len(getattr(module, dispatch.parameters[0]))
+        module._is_expert_parallel = False
+
+
+def _deal_experts(copied: nn.Module, model: nn.Module) -> None:
+    """Deal the experts of a copy out over the ranks that have those of ``model``, with the same exchange of tokens."""
+    for dispatch in _find_dispatches(model):
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+        module, (_, style, implementation, parameters) = copied.get_submodule(dispatch.name), dispatch
+        for name in parameters:
+            ALL_PARALLEL_STYLES["grouped_gemm"].shard_param(module, name, implementation.ep_mesh)
+        names = {kind: name for name, kind in EPImplementationInterface().items()}
+        style.install_forward(
+            module, implementation.ep_mesh, tp_mesh=implementation.tp_mesh,
+            ep_implementation=names[type(implementation)],
+        )  # fmt: skip
+
+
+def _find_dispatches(model: nn.Module) -> Iterator[Dispatch]:
+    for name, module in model.named_modules():
+        forward: Any = vars(module).get("forward")
+        if getattr(forward, "__module__", None) != DISPATCHING:
+            continue
+        variables = inspect.getclosurevars(forward).nonlocals
+        experts = [key for key, parameter in module.named_parameters(recurse=False) if is_expert(parameter)]
+        if experts and "implementation" in variables:
+            yield Dispatch(name, variables["self"], variables["implementation"], experts)

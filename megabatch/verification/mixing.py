@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.losses.contract import differentiable, terms_of
-from megabatch.torch_private import pytree
+from megabatch.torch_private.operations import pytree
 
 TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a matrix product
 Run = Callable[[Any], Any]  # computes the loss of a microbatch, or its representations, with the model
@@ -24,15 +24,15 @@ def find_mixing_module(model: nn.Module, run: Run, batch: dict[str, Any], num_ro
     """
     together = _record_outputs(model, run, batch)
     for row in range(num_rows):
-        one = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
+        sample = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
         try:
-            alone = _record_outputs(model, run, one)
+            alone = _record_outputs(model, run, sample)
         except Exception:  # for example a batch norm of one vector
-            return find_failing_module(model, run, [one])
+            return find_failing_module(model, run, [sample])
         both = [name for name in together if name in alone]
         differs = {name: _differs(together[name], alone[name], row, num_rows) for name in both}
         for name, mixes in differs.items():
-            if mixes and not any(differs.get(each) is False for each in _enclosing(name)):
+            if mixes and not any(differs.get(enclosing) is False for enclosing in _enclosing(name)):
                 return name
     return None
 
@@ -77,8 +77,8 @@ def explain_padding(
         padded: The same sample, padded to the length of a longer one.
         pad_token: The pad token of the model's config.
     """
-    one, other = (pytree.tree_leaves(run(dict(microbatch))) for microbatch in (alone, padded))
-    if all(map(_near, one, other)):
+    result_alone, result_padded = (pytree.tree_leaves(run(dict(microbatch))) for microbatch in (alone, padded))
+    if all(map(_near, result_alone, result_padded)):
         return ""
     grown = {
         name: value
@@ -87,7 +87,7 @@ def explain_padding(
     }
     if not grown:
         return ""
-    found = ", ".join(f"{name!r} with {_filling(value)}" for name, value in grown.items())
+    fillings = ", ".join(f"{name!r} with {_filling(value)}" for name, value in grown.items())
     lengths = next((cast(Tensor, alone[name]).shape[1], value.shape[1]) for name, value in grown.items())
     hints: list[str] = []
     if "input_ids" in padded and pad_token is not None and _filling(padded["input_ids"]) != pad_token:
@@ -99,7 +99,7 @@ def explain_padding(
     change = "; ".join(hints) or "leave padding out of the loss, or pad with what it ignores (collate=)"
     return (
         f"padding changes the {result} of a sample: one of length {lengths[0]} has another when it is padded to "
-        f"{lengths[1]} ({found}); {change}"
+        f"{lengths[1]} ({fillings}); {change}"
     )
 
 
@@ -107,9 +107,9 @@ def _filling(padded: Tensor) -> float | int:
     return padded[0, -1].flatten()[-1].item()
 
 
-def _near(one: Any, other: Any) -> bool:
+def _near(first_result: Any, second_result: Any) -> bool:
     """Return true for numbers or tensors that differ by rounding, and for tensors that cannot be compared."""
-    first, second = (torch.as_tensor(value).detach().double() for value in (one, other))
+    first, second = (torch.as_tensor(value).detach().double() for value in (first_result, second_result))
     if first.shape != second.shape:
         return True
     return float((first - second).norm()) <= 1e-9 * max(float(first.norm()), float(second.norm()))
@@ -120,24 +120,27 @@ def find_router_terms(model: nn.Module, run: Run, microbatch: Any) -> set[str]:
 
     It looks at `aux_loss` and `router_logits` of outputs, since every term depends on routers by the hidden states.
     """
-    told: list[Tensor] = []
+    router_outputs: list[Tensor] = []
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
         loss, logits = getattr(output, "aux_loss", None), getattr(output, "router_logits", None)
-        told.extend(each for each in [loss] if isinstance(each, Tensor) and each.requires_grad)
-        if isinstance(logits, tuple | list) and all(isinstance(each, Tensor) for each in logits):
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            router_outputs.append(loss)
+        if isinstance(logits, tuple | list) and all(isinstance(logit, Tensor) for logit in logits):
             # Views, which no layer above has used.
-            output.router_logits = tuple(cast(Tensor, each).view_as(each) for each in logits)
-            told.extend(each for each in output.router_logits if each.requires_grad)
+            output.router_logits = tuple(cast(Tensor, logit).view_as(logit) for logit in logits)
+            router_outputs.extend(logit for logit in output.router_logits if logit.requires_grad)
 
     with _removing([module.register_forward_hook(note) for module in model.modules()]):
         terms = terms_of(run(microbatch))
-    return {name for name in differentiable(terms) if _reaches(terms[name].total, told)}
+    return {name for name in differentiable(terms) if _reaches(terms[name].total, router_outputs)}
 
 
-def _reaches(total: Tensor, told: list[Tensor]) -> bool:
-    found = torch.autograd.grad(total, told, retain_graph=True, materialize_grads=True) if told else ()
-    return any(bool(each.any()) for each in found)
+def _reaches(total: Tensor, router_outputs: list[Tensor]) -> bool:
+    if not router_outputs:
+        return False
+    gradients = torch.autograd.grad(total, router_outputs, retain_graph=True, materialize_grads=True)
+    return any(bool(gradient.any()) for gradient in gradients)
 
 
 def _record_outputs(model: nn.Module, run: Run, microbatch: Any) -> dict[str, Tensor]:
@@ -171,5 +174,5 @@ def _removing(handles: list[RemovableHandle]) -> Generator[None]:
 def _differs(together: Tensor, alone: Tensor, row: int, num_rows: int) -> bool | None:
     if together.ndim == 0 or len(alone) * num_rows != len(together):
         return None  # not a tensor of rows
-    mine = together[row * len(alone) : (row + 1) * len(alone)]
-    return mine.shape != alone.shape or float((mine - alone).norm()) > TOLERANCE * float(alone.norm())
+    beside_others = together[row * len(alone) : (row + 1) * len(alone)]
+    return beside_others.shape != alone.shape or float((beside_others - alone).norm()) > TOLERANCE * float(alone.norm())

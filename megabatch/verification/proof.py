@@ -24,10 +24,12 @@ from megabatch.batching.samples import IGNORED_LABEL, Batch, Microbatch
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
 from megabatch.engine.coupled_loss import Encoded, JointLoss, describe_fault
-from megabatch.errors import LossContractError, in_one_line
+from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.losses.contract import REFUSES_MEANS, LossFunction, Term, terms_of
-from megabatch.planning.plan import check_limits
-from megabatch.torch_private import param_groups, pytree
+from megabatch.planners.built_in import MOVED, BuiltIn, Rows, SameBits, Shapes, Tokens, choose_planner, refuse_moved
+from megabatch.planning.planner import Planner
+from megabatch.torch_private.fsdp2_groups import param_groups
+from megabatch.torch_private.operations import pytree
 from megabatch.verification.finite_difference import check_backward
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from megabatch.verification.gradient_comparison import (
@@ -95,7 +97,7 @@ def verify(
         batch: This rank's samples.
         micro_batch_size: Samples per forward in the first run; ``max_microbatch_tokens=`` replaces it.
         tolerance: Largest relative error of a parameter's gradient that counts as exact.
-        options: Other arguments of `GradientAccumulator`.
+        options: Other arguments of `GradientAccumulator`. A ``planner`` is one of ``megabatch.planners``.
 
     Returns:
         ``ok`` is true if every relative error is within ``tolerance``, totals and weights add up, the gradient is that
@@ -105,22 +107,34 @@ def verify(
         PlanError: For a `Pipeline`, a model of FSDP1, a cp axis or fewer than two samples.
         LossContractError: For a loss that returns no terms.
     """
-    tokens = options.pop("max_microbatch_tokens", None)
-    tokens = tokens if tokens is None or isinstance(tokens, int) else getattr(tokens, "max_microbatch_tokens", None)
-    first: Limit = {"micro_batch_size": micro_batch_size} if tokens is None else {"max_microbatch_tokens": tokens}
-    check_limits(first.get("micro_batch_size"), first.get("max_microbatch_tokens"))
+    planner, first = _limits_of(options, micro_batch_size)
     models = [model] if isinstance(model, nn.Module) else list(model)
     # Losses that take derivatives need a graph in every run.
     with _restoring(models), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         try:
             with catch_causes():  # it may refuse the user's model but not the copy
-                gradient = GradientAccumulator(model, **first, **options)
+                gradient = GradientAccumulator(model, planner=planner.limited(first), **options)
             kind = _JointProof if isinstance(loss_fn, JointLoss) else _Proof
-            proof = kind(model, cast(Any, loss_fn), batch, first, options, gradient)
+            proof = kind(model, cast(Any, loss_fn), batch, planner, first, options, gradient)
             with Float64WithoutDropout(), contextlib.closing(proof):
                 return proof.compare(tolerance)
         except CauseError as cause:
             return Verification(False, math.nan, {}, (str(cause),))
+
+
+def _limits_of(options: dict[str, Any], micro_batch_size: int) -> tuple[BuiltIn, Limit]:
+    """Take the planner out of the options. Return it, and the limit of the first run."""
+    refuse_moved({name: value for name, value in options.items() if name in MOVED})
+    planner_option, tokens = options.pop("planner", None), options.pop("max_microbatch_tokens", None)
+    if isinstance(planner_option, Planner):
+        raise PlanError("verify() compares cuts of its own, and planner= is a rule of yours; leave it out")
+    tokens = tokens if tokens is None or isinstance(tokens, int) else getattr(tokens, "max_microbatch_tokens", None)
+    first = Rows(micro_batch_size) if tokens is None else Tokens(tokens)
+    if planner_option is None:
+        return first, first
+    planner = choose_planner(planner_option, None, tokens)
+    limit = planner.limit if isinstance(planner, Shapes | SameBits) else planner
+    return planner, limit if isinstance(limit, Rows | Tokens) else first
 
 
 @contextlib.contextmanager
@@ -130,25 +144,27 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
     Inside, a loss that returns a mean is not refused, so that its gradient can be compared.
     """
     modules = [module for model in models for module in model.modules()]
-    hooks = [each for module in modules for name, each in vars(module).items() if "hooks" in name and each is not None]
-    kept = [(each, each.copy()) for each in hooks if isinstance(each, dict)]
+    attributes = [attribute for module in modules for attribute in vars(module).items()]
+    hooks = [value for name, value in attributes if "hooks" in name and isinstance(value, dict)]
+    saved_hooks = [(module_hooks, module_hooks.copy()) for module_hooks in hooks]
     groups = param_groups([module for module in modules if isinstance(module, FSDPModule)])
-    told = [(group, name, vars(group)[name]) for group in groups for name in FSDP2_SETTINGS if name in vars(group)]
-    device = next((each.device for model in models for each in model.parameters()), torch.device("cpu"))
-    drawn, others = random_state.note(device), (random.getstate(), np.random.get_state())
+    pairs = [(group, name) for group in groups for name in FSDP2_SETTINGS if name in vars(group)]
+    fsdp2_settings = [(group, name, vars(group)[name]) for group, name in pairs]
+    device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
+    drawn, other_generators = random_state.note(device), (random.getstate(), np.random.get_state())
     refusing = REFUSES_MEANS.set(False)
     try:
         yield
     finally:
         REFUSES_MEANS.reset(refusing)
-        for each, before in kept:
-            each.clear()
-            each.update(before)
-        for group, name, value in told:
+        for module_hooks, before in saved_hooks:
+            module_hooks.clear()
+            module_hooks.update(before)
+        for group, name, value in fsdp2_settings:
             setattr(group, name, value)
         random_state.put_back(drawn)
-        random.setstate(others[0])
-        np.random.set_state(others[1])
+        random.setstate(other_generators[0])
+        np.random.set_state(other_generators[1])
 
 
 class _Proof(GradientComparison):
@@ -163,14 +179,14 @@ class _Proof(GradientComparison):
 
     def compare(self, tolerance: float) -> Verification:
         """Run all comparisons; return the same result on every rank."""
-        whole, unfit = None, []
+        uncut, unfit = None, []
         try:
-            whole = self.run_whole()
-            self.check_comparable(whole)
+            uncut = self.run_whole()
+            self.check_comparable(uncut)
         except CauseError as cause:
             unfit.append(str(cause))
         unfit = _unique(self.ranks.exchange_objects(unfit))
-        if whole is None or unfit:
+        if uncut is None or unfit:
             return Verification(False, math.nan, {}, tuple(unfit))
         runs: list[UpdateRun] = []
         refused: list[tuple[bool, str]] = []  # false for the first run, and the reason
@@ -180,38 +196,40 @@ class _Proof(GradientComparison):
             except CauseError as cause:
                 refused.append((number > 0, str(cause)))
         errors: dict[str, float] = {}
-        for each in runs:
-            for name, error in relative_errors(each.gradients, whole.gradients).items():
+        for run in runs:
+            for name, error in relative_errors(run.gradients, uncut.gradients).items():
                 errors[name] = largest_error({0: error, 1: errors.get(name, 0.0)})  # NaN if one is
         worst = largest_error(errors) if runs else math.nan
         wrong = bool(runs) and not worst <= tolerance
-        found = [(False, each) for each in self.find_causes(whole, runs, wrong=wrong, refused=bool(refused))]
-        causes = [each for _, each in sorted([*refused, *found], key=lambda pair: pair[0])]
+        causes_of_difference = [
+            (False, cause) for cause in self.find_causes(uncut, runs, wrong=wrong, refused=bool(refused))
+        ]
+        causes = [cause for _, cause in sorted([*refused, *causes_of_difference], key=lambda pair: pair[0])]
         if wrong and not causes:
             causes = [self.unexplained]
         causes = _unique(self.ranks.exchange_objects(causes))
         worst = largest_error(dict(enumerate(self.ranks.exchange_objects(worst))))
         return Verification(not causes, worst, errors, tuple(causes))
 
-    def find_causes(self, whole: UpdateRun, runs: list[UpdateRun], *, wrong: bool, refused: bool) -> Iterator[str]:
+    def find_causes(self, uncut: UpdateRun, runs: list[UpdateRun], *, wrong: bool, refused: bool) -> Iterator[str]:
         """Yield the causes of a difference, or of a comparison that proves nothing."""
         if not refused:
             yield from self._find_foreign_tensors()
         yield from self._find_hooks()
         if not check_backward(self._models, lambda: self.compute_loss()[0]):
             yield WRONG_BACKWARD
-        found = list(self._find_different_sums(whole, runs[0])) if runs else []
-        if wrong or found:
+        causes = list(self._find_different_sums(uncut, runs[0])) if runs else []
+        if wrong or causes:
             searches = (self._find_mixing, self._find_padding, self._find_shared_memory)
             named = [cause for search in searches if (cause := search())]
             # A cause explains totals that differ, not a weight that counts something else.
-            found = [*named[:1], *(each for each in found if not named or "is no count" in each)]
-        found += self._find_unused_targets()
-        yield from found or self._find_other_loss(whole)
+            causes = [*named[:1], *(cause for cause in causes if not named or "is no count" in cause)]
+        causes += self._find_unused_targets()
+        yield from causes or self._find_other_loss(uncut)
 
     def _find_foreign_tensors(self) -> Iterator[str]:
         if self._outside:
-            shapes = ", ".join(str(tuple(each.shape)) for each in self._outside.values())
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._outside.values())
             yield (
                 f"the loss reaches trainable tensors that are not the model's (of shape {shapes}); call the model that "
                 "the loss is given, and give what else is trained as a model too: [model, head]"
@@ -245,17 +263,17 @@ class _Proof(GradientComparison):
         alone, both = (self._take(samples, rows) for rows in ([order[0]], [order[0], order[-1]]))
         if samples.lengths[order[0]] == samples.lengths[order[-1]] or not _has_rows(alone, 1) or not _has_rows(both, 2):
             return None
-        padded = {name: each[:1] if isinstance(each, Tensor) else each for name, each in both.items()}
+        padded = {name: value[:1] if isinstance(value, Tensor) else value for name, value in both.items()}
         config = getattr(with_config(self._models[0]), "config", None)
         pad_token = getattr(config, "pad_token_id", None)
         return explain_padding(self.run_microbatch, self.result, alone, padded, pad_token) or None
 
     def _find_shared_memory(self) -> str | None:
         self.run_whole()
-        seen: dict[int, str] = {}
+        owners: dict[int, str] = {}
         for name, parameter in self._named:
             if parameter.grad is not None:
-                first = seen.setdefault(local(parameter.grad).untyped_storage().data_ptr(), name)
+                first = owners.setdefault(local(parameter.grad).untyped_storage().data_ptr(), name)
                 if first != name:
                     return (
                         f"the gradients of {first!r} and {name!r} share memory, so that what is added to one is added "
@@ -263,9 +281,9 @@ class _Proof(GradientComparison):
                     )
         return None
 
-    def _find_different_sums(self, whole: UpdateRun, cut: UpdateRun) -> Iterator[str]:
-        for name in whole.sums:
-            (total, weight), (cut_total, cut_weight) = whole.sums[name], cut.sums.get(name, Term(torch.zeros(()), 0.0))
+    def _find_different_sums(self, uncut: UpdateRun, cut: UpdateRun) -> Iterator[str]:
+        for name in uncut.sums:
+            (total, weight), (cut_total, cut_weight) = uncut.sums[name], cut.sums.get(name, Term(torch.zeros(()), 0.0))
             no_sum = _differ(float(total), float(cut_total))
             of_routers = no_sum and name in find_router_terms(self.root, self.compute_terms, self.everything)
             if of_routers:
@@ -298,7 +316,7 @@ class _Proof(GradientComparison):
         with_first["labels"][:, 0] = labels.clamp(min=0)[:, 0]
         without["labels"][:, 0] = IGNORED_LABEL
         try:
-            counted, ignored = (self.compute_terms(each) for each in (with_first, without))
+            counted, ignored = (self.compute_terms(microbatch) for microbatch in (with_first, without))
         except Exception:  # a user's loss need not support ignored labels
             return
         for name in counted:
@@ -308,14 +326,14 @@ class _Proof(GradientComparison):
                     "count labels[:, 1:]"
                 )
 
-    def _find_other_loss(self, whole: UpdateRun) -> Iterator[str]:
+    def _find_other_loss(self, uncut: UpdateRun) -> Iterator[str]:
         """Compare the loss with the mean that the model itself computes from the labels."""
-        own = self._compute_own_loss() if len(whole.sums) == len(self.shares) == 1 else None
-        if own is None:
+        model_loss = self._compute_own_loss() if len(uncut.sums) == len(self.shares) == 1 else None
+        if model_loss is None:
             return
-        ((name, (total, weight)),) = whole.sums.items()
+        ((name, (total, weight)),) = uncut.sums.items()
         quotient = float(total) / float(weight) if weight else 0.0
-        share = own / quotient if quotient else 0.0
+        share = model_loss / quotient if quotient else 0.0
         if share > 1.5 and not _differ(share, round(share)):
             yield (
                 f"the total of {name!r} over its weight is exactly 1/{round(share)} of the model's own mean loss: "
@@ -323,11 +341,11 @@ class _Proof(GradientComparison):
             )
             return
         compares = OWN_LOSS.get(inspect.unwrap(self.loss_fn))
-        if _differ(own, quotient) and compares is not None and compares(self._models[0]):
+        if _differ(model_loss, quotient) and compares is not None and compares(self._models[0]):
             yield (
-                f"the loss is {quotient:.6g} and the model's own, of the same batch with its labels, is {own:.6g}: "
-                "they see other inputs or other targets (a mask that is left out where masked positions have labels, "
-                "tokens that the model adds, a loss of its routers, another kind of loss)"
+                f"the loss is {quotient:.6g} and the model's own, of the same batch with its labels, is "
+                f"{model_loss:.6g}: they see other inputs or other targets (a mask that is left out where masked "
+                "positions have labels, tokens that the model adds, a loss of its routers, another kind of loss)"
             )
 
     def _compute_own_loss(self) -> float | None:
@@ -340,10 +358,10 @@ class _Proof(GradientComparison):
             return None
         with self._restoring_buffers():
             try:
-                own = getattr(model(**microbatch), "loss", None)
+                loss = getattr(model(**microbatch), "loss", None)
             except Exception:  # verify does not check this loss
                 return None
-        return float(own.detach()) if isinstance(own, Tensor) and own.numel() == 1 else None
+        return float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 class _JointProof(_Proof):
@@ -373,7 +391,7 @@ class _JointProof(_Proof):
     def _joint(self) -> JointLoss:
         return cast(JointLoss, self.loss_fn)
 
-    def _find_different_sums(self, whole: UpdateRun, cut: UpdateRun) -> Iterator[str]:
+    def _find_different_sums(self, uncut: UpdateRun, cut: UpdateRun) -> Iterator[str]:
         """Find a sample with another representation alone than in the whole batch."""
         samples = self._samples(self.shares[0])
         together = pytree.tree_leaves(self.run_microbatch(self.everything))
@@ -384,8 +402,10 @@ class _JointProof(_Proof):
                 yield f"encode runs on the batch whole and fails on sample {row} alone: {in_one_line(error)}"
                 return
             for rows, representation in zip(together, alone, strict=True):
-                one, other = rows[row].detach().double(), representation[0].detach().double()
-                if one.shape == other.shape and float((one - other).norm()) > 1e-9 * float(one.norm()):
+                beside_others, by_itself = rows[row].detach().double(), representation[0].detach().double()
+                if beside_others.shape != by_itself.shape:
+                    continue
+                if float((beside_others - by_itself).norm()) > 1e-9 * float(beside_others.norm()):
                     yield (
                         f"encode gives sample {row} another representation alone than beside the other samples, so "
                         "cutting must change the answer; let it treat each sample by itself"
@@ -395,7 +415,7 @@ class _JointProof(_Proof):
     def _find_unused_targets(self) -> Iterator[str]:
         yield from ()
 
-    def _find_other_loss(self, whole: UpdateRun) -> Iterator[str]:
+    def _find_other_loss(self, uncut: UpdateRun) -> Iterator[str]:
         yield from ()
 
 
@@ -403,8 +423,8 @@ def _has_rows(microbatch: Any, number: int) -> bool:
     """Return true for a mapping with so many samples in dim 0 of each tensor."""
     if not isinstance(microbatch, Mapping):
         return False
-    tensors = [each for each in microbatch.values() if isinstance(each, Tensor)]
-    return bool(tensors) and all(each.ndim and len(each) == number for each in tensors)
+    tensors = [value for value in microbatch.values() if isinstance(value, Tensor)]
+    return bool(tensors) and all(tensor.ndim and len(tensor) == number for tensor in tensors)
 
 
 def _names(function: Callable[..., Any]) -> list[str]:
@@ -415,10 +435,10 @@ def _names(function: Callable[..., Any]) -> list[str]:
         return []
 
 
-def _unique(told: Sequence[list[str]]) -> list[str]:
+def _unique(causes_by_rank: Sequence[list[str]]) -> list[str]:
     """Return the texts of all ranks, each once."""
-    return list(dict.fromkeys(each for found in told for each in found))
+    return list(dict.fromkeys(cause for causes in causes_by_rank for cause in causes))
 
 
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > 1e-9 * max(abs(one), abs(other))
+def _differ(value: float, reference: float) -> bool:
+    return abs(value - reference) > 1e-9 * max(abs(value), abs(reference))
