@@ -21,6 +21,7 @@ from megabatch.train.runtime.files import JsonlFile, Row, sync
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.plugins import Event
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.shared_folder import SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
 EVENTS = ("start", "before_update", "around_backward", "after_update", "after_evaluation", "end")
@@ -59,6 +60,8 @@ class RunContext:
     limit: Any  # `ChosenLimit` of the chapter autotune, the measured limit; None: the recipe states it
     identity: Mapping[str, Any]  # as JSON: a checkpoint with another identity belongs to another run
     checkpoint: Path | None = None  # the run resumes from it; None: it starts
+    shared: SharedFolder | None = None  # the part in the run's folder of this replica, where there are several
+    has_others_state: bool = False  # a replica that goes on from the state of another, not of a checkpoint
     callbacks: "Callbacks" = field(default_factory=lambda: Callbacks(()))
 
     saved: dict[str, Any] = field(default_factory=dict[str, Any])  # tensors of a checkpoint: parts with a state_dict
@@ -82,6 +85,8 @@ class RunContext:
     values: Mapping[str, float] = field(default_factory=dict[str, float])  # its scalars, on the host
     started: float = 0.0  # when the loop asked for its samples, on time.perf_counter's clock
     reading_seconds: float = 0.0  # of the host in this update, in which it has read samples and nothing else ran
+    # This update's own seconds of each data rank, measured and predicted, from `RankTiming`. None: not measured.
+    rank_seconds: tuple[Sequence[float], Sequence[float]] | None = None
     row: Row = field(default_factory=dict[str, Any])  # of metrics.jsonl: the update's, or the evaluation's
 
     @property
@@ -93,6 +98,16 @@ class RunContext:
     def step(self) -> int:
         """The number of updates so far."""
         return self.learner.step
+
+    @property
+    def is_new(self) -> bool:
+        """True if the run starts with this process, at update 0."""
+        return self.checkpoint is None and not self.has_others_state
+
+    @property
+    def is_writer(self) -> bool:
+        """True unless this is one of several replicas, and another one writes checkpoints and pages."""
+        return self.shared is None or self.shared.is_writer
 
     @property
     def is_stopped(self) -> bool:
@@ -139,7 +154,7 @@ class RunContext:
 
     def event(self) -> Event:
         """Return the event that functions of the user get."""
-        model, device, is_main = self.model.run, self.ranks.device, self.ranks.is_main
+        model, device, is_main = self.model.run, self.ranks.device, self.ranks.is_main and self.is_writer
         return Event(self.step, model, device, self.folder, is_main, self.row, self.data.sets, self.tokenizer)
 
 
@@ -207,7 +222,7 @@ class Callbacks:
         self.after_update = self._overriding("after_update")
         self.after_evaluation = self._overriding("after_evaluation")
         self.end = self._overriding("end")
-        self.may_split = any(each.splits_updates for each in callbacks)
+        self.may_split = any(callback.splits_updates for callback in callbacks)
         # Callbacks of the user's may change the samples, by numpy too.
         self.may_change = any(
             not type(each).__module__.startswith("megabatch.") for each in (*self.before_update, *self.around_backward)

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from megabatch import MegabatchError
+from megabatch import MegabatchError, Plan
 from megabatch.train.autotune.microbatch_limit import choose_limit, load_limit
 from megabatch.train.callbacks.checkpointing import identity_of, restore
 from megabatch.train.callbacks.order import load_callbacks, make_callbacks
@@ -23,10 +24,12 @@ from megabatch.train.model.build import build, check_loss, in_precision
 from megabatch.train.model.expert_balance import train_with_router
 from megabatch.train.model.keyed_dropout import keying, keys_of, with_keys
 from megabatch.train.model.optimizer import build_learner
+from megabatch.train.replicas import Replica, check_callbacks, check_launch
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
 SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates are written together
@@ -34,18 +37,40 @@ SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates are written together
 
 def train(context: RunContext) -> None:
     """Run updates until the data, the step limit, a callback or a signal ends the run. Collective."""
-    learner, num_updates = context.learner, context.updates.num_updates
+    num_updates = context.updates.num_updates
     with context.console.logged_failure(), context.exits:
-        open_run(context)
-        for callback in context.callbacks.start:
-            callback.start(context)
-        meanwhile = partial(prepare_next, context) if context.updates.may_read_ahead else None
-        bar = context.console.bar(learner.step, num_updates.of_run, num_updates.work)
-        with bar:
-            for batch in remaining_updates(context):
-                make_update(context, batch, meanwhile)
+        if context.checkpoint is not None:
+            restore(context, context.checkpoint)
+            context.console.say(f"resumed from {context.checkpoint}")
+        if context.config.parallel.replicas is not None:
+            make_updates = partial(share_updates, context)
+        else:
+            start_run(context)
+            make_updates = partial(make_own_updates, context)
+        with context.console.bar(context.step, num_updates.of_run, num_updates.work):
+            make_updates()
         for callback in context.callbacks.end:
             callback.end(context)
+
+
+def start_run(context: RunContext) -> None:
+    """Take the run's folder and start the callbacks. Collective."""
+    open_run(context)
+    for callback in context.callbacks.start:
+        callback.start(context)
+
+
+def share_updates(context: RunContext) -> None:
+    """Make the updates of the run together with other replicas. Collective."""
+    for _ in Replica(context, partial(start_run, context)).updates():
+        finish_update(context)
+
+
+def make_own_updates(context: RunContext) -> None:
+    """Make the updates of the run. Collective."""
+    meanwhile = partial(prepare_next, context) if context.updates.may_read_ahead else None
+    for batch in remaining_updates(context):
+        make_update(context, batch, meanwhile)
 
 
 def make_update(context: RunContext, batch: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> None:
@@ -63,6 +88,12 @@ def make_update(context: RunContext, batch: Sequence[Any], meanwhile: Callable[[
     if meanwhile is not None:
         meanwhile()
     context.update = context.learner.optim_step()
+    finish_update(context)
+
+
+def finish_update(context: RunContext) -> None:
+    """Do what follows an update that was stepped: the callbacks, and the rows. Collective."""
+    assert context.update is not None
     context.values = read_values(context.update)
     context.heartbeat.made = time.monotonic()  # what follows may take any time
     if not context.values["finite"]:
@@ -150,11 +181,15 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     """
     loss_digits = 10 if config.model.dtype == "float64" else 4
     console = Console(enabled=ranks.is_main, loss_digits=loss_digits, is_verbose=config.run.verbose)
+    if config.parallel.replicas is not None:
+        check_launch(config, ranks)
     check_run_folder(Path(config.run.folder), config, ranks)
     checkpoint = resumed_from(config.run, ranks, console)
     limit = load_limit(config, ranks, checkpoint)
     loss_fn = load_function(config.loss.function, "loss.function")
     own_callbacks = load_callbacks(config.run)
+    if config.parallel.replicas is not None:
+        check_callbacks(own_callbacks)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config, tokenizer, ranks, console, positions_for_stream(config), vocabulary_for_own(config))
     updates = Updates(data, config, ranks)
@@ -173,24 +208,31 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     context = RunContext(
         config=config, ranks=ranks, console=console, stop=stop, heartbeat=heartbeat, tokenizer=tokenizer, data=data,
         updates=updates, model=model, learner=learner, loss_fn=loss_fn, limit=limit, identity=identity,
-        checkpoint=checkpoint,
+        checkpoint=checkpoint, shared=None if config.parallel.replicas is None else SharedFolder(),
     )  # fmt: skip
     context.exits.callback(context.write_logs)
     context.callbacks = Callbacks(make_callbacks(context, own_callbacks))
     first = updates.peek()
-    context.plan = learner.gradient.plan(first if limit is None else [])
+    context.plan = plan_of(context, first if limit is None else [])
     return context
 
 
 def open_run(context: RunContext) -> None:
-    """Restore the checkpoint that the run resumes from, take the folder, and choose what the recipe leaves open."""
-    config, is_new = context.config, context.checkpoint is None
-    if context.checkpoint is not None:
-        restore(context, context.checkpoint)
-        context.console.say(f"resumed from {context.checkpoint}")
-    open_run_folder(context.folder, config, context.ranks, context.console, is_new=is_new)
-    for log in context.logs:
-        for line in log.cut(-1 if is_new else context.step):
+    """Take the run's folder, and choose what the recipe leaves open."""
+    config, is_new, shared = context.config, context.is_new, context.shared
+    open_run_folder(context.folder, config, context.ranks, context.console, is_new=is_new, shared=shared)
+    for log in context.logs if shared is None or not shared.is_joined else ():
+        with nullcontext() if shared is None or not context.ranks.is_main else shared.turn(ROWS):
+            warnings = log.cut(-1 if is_new else context.step)
+        for line in warnings:
             context.console.warn(line)
-    context.limit = choose_limit(context.limit, context)
-    context.plan = context.learner.gradient.plan(context.updates.peek())
+    if shared is None:  # else the limit is a number, and the plan is that of all replicas
+        context.limit = choose_limit(context.limit, context)
+        context.plan = plan_of(context, context.updates.peek())
+
+
+def plan_of(context: RunContext, samples: Sequence[Any]) -> Plan:
+    """Return the plan of samples, or an empty one until the first update has chosen the shapes (update.shapes)."""
+    gradient = context.learner.gradient
+    is_open = context.config.update.shapes is not None and not gradient.state_dict()["shapes"]
+    return gradient.plan([] if is_open else samples)

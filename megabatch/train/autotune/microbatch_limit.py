@@ -19,15 +19,17 @@ from megabatch.train.config import Config
 from megabatch.train.context import RunContext
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
+from megabatch.train.data.updates import balancing_cost
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 
 KEY = "bound"  # of a checkpoint's metadata
-EVEN = "even_tokens"
+EVEN, DEALT = "even_tokens", "dealt_tokens"
 AUTO = "auto"
 # Attention of the longest sample over its other work. Below the first, balance changes by less than a percent. Above
 # the second, the clock was noisy, and balancing by more may cost more than it brings.
 MIN_RATIO, MAX_RATIO = 1 / 8, 4
+NO_ATTENTION = 2**40  # tokens at which attention that is too cheap to measure counts as much as the rest
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,16 @@ class ChosenLimit:
     fit: TunedLimit | None  # None: not measured yet
     made_for: Mapping[str, object]  # conditions; if any of them differs, the limit is measured again
     words: tuple[str, ...] = ()
-    even_tokens: int | None = None  # by which samples are balanced: of the first measurement, for the run's life
+    # By these, of the first measurement, updates are dealt for the run's life.
+    even_tokens: int | None = None
+    dealt_tokens: int | None = None
 
     @property
     def meta(self) -> dict[str, object]:
         """The limit as a checkpoint keeps it."""
         fit = None if self.fit is None else asdict(self.fit)
-        return {KEY: {"made_for": dict(self.made_for), "fit": fit, EVEN: self.even_tokens}}
+        dealing = {EVEN: self.even_tokens, DEALT: self.dealt_tokens}
+        return {KEY: {"made_for": dict(self.made_for), "fit": fit, **dealing}}
 
 
 def load_limit(config: Config, ranks: Ranks, checkpoint: Path | None) -> ChosenLimit | None:
@@ -63,7 +68,7 @@ def load_limit(config: Config, ranks: Ranks, checkpoint: Path | None) -> ChosenL
         return ChosenLimit(None, here, (f"the bound is chosen anew: {key} was {there} and is {now}",))
     fit = _parse_limit(saved["fit"])
     text = _kept_text(fit.max_microbatch_tokens, load_oom_limit(config.run))
-    return ChosenLimit(fit, here, (text,), saved[EVEN])
+    return ChosenLimit(fit, here, (text,), saved[EVEN], saved.get(DEALT))
 
 
 def _parse_limit(saved: Mapping[str, Any]) -> TunedLimit:
@@ -96,28 +101,38 @@ def choose_limit(chosen: ChosenLimit | None, context: RunContext) -> ChosenLimit
         return chosen
     words = (*(chosen.words if chosen.fit is None else ()), f"update.{gradient.fit.explain()}")
     if chosen.fit is None:
-        even = context.ranks.broadcast(even_tokens(gradient.fit))  # other ranks may round another way
-        chosen = ChosenLimit(gradient.fit, chosen.made_for, words, even)
+        # Other ranks may round another way.
+        even = context.ranks.broadcast(even_tokens(gradient.fit.cost, gradient.fit.longest_tokens))
+        tokens = context.ranks.broadcast(gradient.fit.max_microbatch_tokens)
+        chosen = ChosenLimit(gradient.fit, chosen.made_for, words, even, tokens)
     elif gradient.fit != chosen.fit:  # a stream has come to a longer sample
         chosen = replace(chosen, fit=gradient.fit, words=words)
-    updates.deal_by(chosen.even_tokens)
-    if updates.even_tokens is None:
+    cost = None if chosen.even_tokens is None else balancing_cost(chosen.even_tokens)
+    updates.deal_by(replace(updates.dealing, cost=cost, max_microbatch_tokens=chosen.dealt_tokens))
+    if cost is None or context.ranks.dp_degree == 1:
         return chosen
-    even = f"attention counts as much as the rest at {updates.even_tokens:,} tokens"
+    even = f"attention counts as much as the rest at {chosen.even_tokens:,} tokens"
     return replace(chosen, words=(*chosen.words, f"samples are dealt over ranks by cost: {even}"))
 
 
-def even_tokens(fit: TunedLimit) -> int | None:
+def relative_cost(cost: CostModel, longest_tokens: int) -> CostModel:
+    """Return a measured cost in units of a token without attention, in powers of two."""
+    even = even_tokens(cost, longest_tokens)
+    launch = cost.seconds_per_microbatch / cost.seconds_per_token if cost.seconds_per_token else 0.0
+    launch_tokens = 2 ** round(math.log2(launch)) if launch >= 1 else 0
+    return balancing_cost(even or NO_ATTENTION, launch_tokens)
+
+
+def even_tokens(cost: CostModel, longest_tokens: int) -> int | None:
     """Return the length at which attention costs a sample as much as everything else; None if attention is cheap.
 
     A power of two hardly depends on the machine's other load, and makes sums of costs exact on every rank.
     """
-    cost = fit.cost
-    attention = cost.seconds_per_pair * fit.longest_tokens  # per token of the longest sample
+    attention = cost.seconds_per_pair * longest_tokens  # per token of the longest sample
     if attention <= 0 or attention < MIN_RATIO * cost.seconds_per_token:
         return None
     ratio = min(attention / cost.seconds_per_token, MAX_RATIO) if cost.seconds_per_token else MAX_RATIO
-    return 2 ** max(0, round(math.log2(fit.longest_tokens / ratio)))
+    return 2 ** max(0, round(math.log2(longest_tokens / ratio)))
 
 
 def longest(data: Data, samples: Sequence[Any]) -> Sequence[Any]:

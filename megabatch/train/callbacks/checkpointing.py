@@ -46,7 +46,7 @@ class Checkpointing(Callback):
         self._minutes = config.run.save_every_minutes if self._save_every is None else None
         self._stop = context.stop
         self._keeps_best = config.eval.patience is not None if keep_best is None else keep_best
-        self._writer = Writer(config, context.ranks, context.console, context.flush_logs)
+        self._writer = Writer(config, context.ranks, context.console, context.flush_logs, context.shared)
         context.exits.enter_context(self._writer.closing())
         self._look_at_next()
 
@@ -70,9 +70,10 @@ class Checkpointing(Callback):
         if is_last:
             self._writer.write_last(self._request(context), self._stop)
         elif is_turn or self._writer.is_due(step):
-            self._writer.write(self._request(context))
+            if context.is_writer:
+                self._writer.write(self._request(context))
             self._wait_for_next()
-        elif self._keeps_best and context.best.step == step:
+        elif context.is_writer and self._keeps_best and context.best.step == step:
             self._writer.write(self._request(context, in_turn=False))
         self._look_at_next()
 
@@ -131,7 +132,7 @@ def check_weights(context: RunContext) -> None:
     if context.learner.max_norm is not None:
         return
     weights = [each for group in context.learner.optimizer.param_groups for each in group["params"]]
-    finite = [torch.isfinite(local(each.detach())).all().to(context.ranks.device) for each in weights]
+    finite = [torch.isfinite(local(weight.detach())).all().to(context.ranks.device) for weight in weights]
     bad = bool(finite) and not torch.stack(finite).all()  # waits for the device, once
     if any(context.ranks.sum([float(bad)])):
         raise MegabatchError(

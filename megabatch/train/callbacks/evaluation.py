@@ -59,7 +59,7 @@ class Evaluation(Callback):
 
     def start(self, context: RunContext) -> None:
         """Evaluate a new run before its first update."""
-        if context.checkpoint is None:
+        if context.is_new:
             self.evaluate(context)
 
     def after_update(self, context: RunContext) -> None:
@@ -245,9 +245,10 @@ def sum_terms(
             microbatches = [pad(each) if prepare is None or cp > 1 else prepare(pad(each)) for each in taken]
             if cp > 1 and not is_pipeline(model):  # which cuts those of a schedule step to one length
                 microbatches = [
-                    context_parallel.stretch(each, ranks.layout.cp_rank(ranks.rank), cp) for each in microbatches
+                    context_parallel.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
+                    for microbatch in microbatches
                 ]
-            microbatches = [to_device(each, ranks.device) for each in microbatches]
+            microbatches = [to_device(microbatch, ranks.device) for microbatch in microbatches]
             with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
                 found = terms.of_all(model, microbatches)
             for rows, each in zip(several, found, strict=True):
@@ -327,10 +328,12 @@ def split_set(
     lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
     if tokens == "auto":
         rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)  # None: nothing to train on
-        lengths = [min(each, tokens or each) for each in lengths]
+        lengths = [min(length, tokens or length) for length in lengths]
+    if update.long_samples is not None and tokens is not None:  # a long sample runs alone and whole, without a graph
+        lengths = [min(length, tokens) for length in lengths]
     if most is not None and tokens is not None:
         tokens = min(tokens, most)
-        lengths = [min(each, tokens) for each in lengths]
+        lengths = [min(length, tokens) for length in lengths]
     if most is not None and rows is not None:
         rows = min(rows, max(1, most // max(1, *lengths)))
     if ranks.layout.pp > 1 and tokens is not None:
@@ -350,7 +353,7 @@ def split_set(
 
 def most_tokens(model: nn.Module) -> int | None:
     """Return the most tokens of a microbatch whose logits the model makes all at once; None without a vocabulary."""
-    config = next((each.config for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    config = next((module.config for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     num_classes = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
     return max(1, MOST_LOGITS // num_classes) if isinstance(num_classes, int) and num_classes > 0 else None
 

@@ -54,7 +54,7 @@ class HardwareCheck(Callback):
         self._tolerance = TOLERANCES[config.model.compute_dtype or config.model.dtype]
         self._weights = dict(context.model.base.named_parameters())
         self._trained = {name: each for name, each in self._weights.items() if each.requires_grad}
-        self._are_whole = not any(isinstance(each, DTensor) for each in self._weights.values())
+        self._are_whole = not any(isinstance(weight, DTensor) for weight in self._weights.values())
         self._shows_sum = context.model.wrapper.name == "ddp" and config.update.accumulate_dtype is None
         self._second: list[Tensor] = []  # gradient of the update that is being made, from the other ranks
         context.learner.optimizer.register_step_pre_hook(self._compare_gradients)
@@ -80,7 +80,7 @@ class HardwareCheck(Callback):
         """Return the gradient of the update if each rank has the samples of the ``shift``-th after it, and its sums."""
         learner, device = self._context.learner, self._ranks.device
         samples = shares[(self._ranks.rank + shift) % self._ranks.size]
-        kept, drawn = [ModuleSnapshot(each) for each in self._context.model.base.modules()], generators(device)
+        kept, drawn = [ModuleSnapshot(module) for module in self._context.model.base.modules()], generators(device)
         with self._context.model.losses(), self._added_up() as sums:
             plan = halved(learner.gradient.plan(samples))
             learner.gradient.forward_backward(samples, self._context.loss_fn, plan=plan)

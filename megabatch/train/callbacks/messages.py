@@ -67,18 +67,18 @@ def plan_lines(context: RunContext) -> list[tuple[str, str]]:
     else:
         limit_words = context.limit.words
     size = f"{sizes_of(config.update)} (update.global_batch_size)"
+    which = f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split} (others may have more or fewer)"
+    if config.update.shapes is not None and not plan.microbatches:
+        which = f"the first update chooses {count(config.update.shapes, 'shape')} (update.shapes)"
     return [
-        ("run", f"{updates} of {size} on {count(ranks.size, 'rank')}"),
+        ("run", f"{updates} of {size} on {count(ranks.size, 'rank')}{' of each replica' if context.shared else ''}"),
         *titled("data", data.words),
         *titled("model", context.model.words),
         ("schedule", schedule),
         *(("note", line) for line in more),
         ("parallel", f"wrapper {context.model.wrapper.name}: {context.model.wrapper.reason}"),
         *titled("limit", limit_words),
-        (
-            "microbatches",
-            f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split} (others may have more or fewer)",
-        ),
+        ("microbatches", which),
         *(("", line) for line in others),
         ("", f"gradient accumulation steps (derived, for this update): {plan.num_microbatches}"),
     ]

@@ -93,7 +93,9 @@ class NoiseScale(Callback):
         learner = context.learner
         self._every, self._seed = context.config.advice.every or 1, context.config.run.seed
         self._max_norm = learner.max_norm
-        self._parameters = [each for each in learner.model.parameters() if each.requires_grad]  # FSDP2's shards
+        self._parameters = [
+            parameter for parameter in learner.model.parameters() if parameter.requires_grad
+        ]  # FSDP2's shards
         self._part: Sum | None = None  # of the update that is open
         self._scale = Scale()
         self._size = 0  # of the last update that was measured
@@ -154,7 +156,9 @@ class NoiseScale(Callback):
         opened = context.learner.gradient.open_update
         sums = {} if opened is None else opened.sums
         (weight,) = context.ranks.sum_of_data([float(sums[name].weight) for name in self._names(context)[:1]] or [0.0])
-        total = nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None])
+        total = nn.utils.get_total_norm(
+            [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        )
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards
         divided = loss_hooks(context.loss_fn).weigh is not None  # before the backward, by the weight of the call
         return Sum((norm if divided else norm / weight) ** 2 if weight else 0.0, weight)
@@ -233,7 +237,7 @@ def estimate(measurements: Sequence[Measured]) -> NoiseEstimate | None:
     if len(measurements) < 4:
         return None
     noise, signal = (statistics.fmean(values) for values in zip(*measurements, strict=True))
-    signal_error = error_of([each.signal for each in measurements])
+    signal_error = error_of([measurement.signal for measurement in measurements])
     if noise <= 0:
         return None
     at_least = noise / (max(signal, 0.0) + SURE * signal_error)
@@ -241,7 +245,9 @@ def estimate(measurements: Sequence[Measured]) -> NoiseEstimate | None:
         return NoiseEstimate(None, math.inf, at_least)
     scale = noise / signal
     return NoiseEstimate(
-        scale, error_of([each.noise - scale * each.signal for each in measurements]) / signal, at_least
+        scale,
+        error_of([measurement.noise - scale * measurement.signal for measurement in measurements]) / signal,
+        at_least,
     )
 
 

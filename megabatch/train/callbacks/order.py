@@ -6,6 +6,7 @@ from megabatch import JointLoss
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.checkpointing import Checkpointing
 from megabatch.train.callbacks.evaluation import EarlyStopping, Evaluation
+from megabatch.train.callbacks.measured_dealing import MeasuredDealing
 from megabatch.train.callbacks.messages import FinalMessages, MemoryCheck, PlanMessage, RandomCheck
 from megabatch.train.config import RunConfig
 from megabatch.train.config.batch_size import sizes_of
@@ -24,7 +25,8 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
     into several calls come first: the first callback is the innermost of `around_backward`.
     """
     config, ranks, made = context.config, context.ranks, list[Callback]()
-    if context.checkpoint is not None:
+    is_replica = config.parallel.replicas is not None  # whose microbatches and samples are a part of the update's
+    if context.checkpoint is not None and not is_replica:
         made.append(RandomCheck())
     if config.run.profile_steps and ranks.is_main:
         made.append(Profiler(context))
@@ -39,8 +41,11 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
 
         made.append(MovingAverage(context))
     is_joint = isinstance(context.loss_fn, JointLoss)  # its forwards and backwards are the library's own
-    if ranks.size > 1 and context.model.wrapper.name == "ddp" and ranks.layout.pp == 1 and not is_joint:
+    has_seconds = ranks.size > 1 and context.model.wrapper.name == "ddp" and ranks.layout.pp == 1 and not is_joint
+    if has_seconds:
         made.append(RankTiming(context))
+    if ranks.dp_degree > 1 and (has_seconds or config.update.balance != "off" or config.update.cost is not None):
+        made.append(MeasuredDealing(context, has_seconds=has_seconds))
     if config.update.max_microbatch_tokens == "auto":
         made.append(MemoryCheck())
     if config.advice.every is not None:
@@ -48,14 +53,15 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
 
         made.append(NoiseScale(context))
     made.append(Metrics(context))
-    made.append(MicrobatchLog(context))
-    if ranks.layout.pp == 1 and not is_joint:  # where a step is there to be marked
+    if not is_replica:
+        made.append(MicrobatchLog(context))
+    if ranks.layout.pp == 1 and not is_joint and not is_replica:  # where a step is there to be marked
         made.append(Timeline(context))
     if config.run.check_hardware_every is not None:
         from megabatch.train.callbacks.hardware_check import HardwareCheck
 
         made.append(HardwareCheck(context))
-    if not config.data.num_workers and config.data.look_ahead is None:
+    if not config.data.num_workers and config.data.look_ahead is None and not is_replica:
         made.append(LoadingCheck(context.updates))
     made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context), FinalMessages()]
     if ranks.is_main:

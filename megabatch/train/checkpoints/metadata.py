@@ -229,7 +229,7 @@ def describe_conditions(config: Config, ranks: Ranks) -> dict[str, object]:
     It is the same on every rank, on devices of several kinds too: all of them measure again, or none does.
     """
     keys = {
-        "update": ("memory", "sync", "accumulate_dtype", "one_row"),
+        "update": ("memory", "sync", "accumulate_dtype", "one_row", "long_samples"),
         "model": ("dtype", "compute_dtype", "attention", "activation_checkpointing", "compile"),
         "optim": ("name", "function", "ema_decay"),
         "data": ("look_ahead",),

@@ -99,7 +99,7 @@ class Checkpoints:
 
     def _warnings(self, step: int, name: str, steps: Sequence[int], damages: dict[int, str]) -> tuple[str, ...]:
         path = path_of(self._folder, step)
-        lines = [f"{path_of(self._folder, each)} is damaged ({damages[each]})" for each in damages]
+        lines = [f"{path_of(self._folder, damaged)} is damaged ({damages[damaged]})" for damaged in damages]
         if step_of(name) is None:
             lines.append(f"{self._pointer} names no checkpoint ({shorten(name) or 'nothing'})")
         lines = [f"{line}; the run resumes from {path.name}" for line in lines]

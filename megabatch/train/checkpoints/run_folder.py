@@ -20,6 +20,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ from megabatch.train.runtime.files import (
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, wait_for_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Job
+from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 from megabatch.train.trust import sealed
 
 SECONDS_BETWEEN_TRIES = 0.2  # to lock the run
@@ -72,14 +74,18 @@ SECONDS_FOR_GIT = 5.0
 
 
 def resume_if_restarted(config: Config, ranks: Ranks) -> Config:
-    """Set ``run.resume`` if torchrun has restarted this command and the run has a checkpoint. Collective."""
+    """Set ``run.resume`` if torchrun has restarted this command and the run has a checkpoint. Collective.
+
+    A replica always resumes: it may come back to a run that others go on with.
+    """
     folder = Path(config.run.folder)
 
     def is_resumed() -> bool:
         starts = read_starts(folder)
         return has_checkpoint(folder) and bool(starts) and ranks.job.has_started(starts[-1])
 
-    resume = config.run.resume or ranks.on_main(is_resumed, str(folder))
+    is_replica = config.parallel.replicas is not None
+    resume = config.run.resume or is_replica or ranks.on_main(is_resumed, str(folder))
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume})})
 
 
@@ -91,7 +97,7 @@ def check_run_folder(folder: Path, config: Config, ranks: Ranks) -> None:
 
     def check() -> None:
         check_own_paths(folder)
-        if (folder / LOCK).exists():
+        if config.parallel.replicas is None and (folder / LOCK).exists():
             lock_run(folder, config.run.answer_within_seconds)
         _check_can_start(folder, config, ranks.job)
 
@@ -99,19 +105,30 @@ def check_run_folder(folder: Path, config: Config, ranks: Ranks) -> None:
     wait_for_oom_limit(config.run, ranks)
 
 
-def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console, *, is_new: bool) -> None:
+def open_run_folder(
+    folder: Path, config: Config, ranks: Ranks, console: Console, *, is_new: bool, shared: SharedFolder | None = None
+) -> None:
     """Create and lock the run's folder, write the recipe, record this start, and log from here on. Collective.
 
-    ``is_new``: the run starts at update 0 instead of resuming from a checkpoint.
+    Args:
+        folder: The run's folder.
+        config: The recipe.
+        ranks: The main rank writes.
+        console: Logs to the folder.
+        is_new: The run starts at update 0 instead of resuming from a checkpoint.
+        shared: This replica's part in the folder, which it has entered. A replica that joins others leaves their files
+            alone.
     """
     recipe, start = sealed(recipe_text(config)), describe_start(ranks)
     ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), str(folder))
     _check_shared_disk(folder, ranks)
 
     def write() -> None:
-        lock_run(folder, config.run.answer_within_seconds)
-        remove_unfinished(folder)
-        remove_unfinished(checkpoints_of(folder))
+        if shared is None:
+            lock_run(folder, config.run.answer_within_seconds)
+        if shared is None or not shared.is_joined:
+            remove_unfinished(folder)
+            remove_unfinished(checkpoints_of(folder))
         if is_new and has_checkpoint(folder):  # another process was faster
             raise holds_a_run(folder)
         _check_can_start(folder, config, ranks.job)
@@ -121,17 +138,45 @@ def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console
         if config.update.same_bits and starts:
             for difference in differing_conditions(starts[-1], start):
                 console.warn(f"{difference}: microbatches may have other bits from here on, whatever update.same_bits")
-        if is_new and (starts or config.run.resume):
+        num_unsaved = _count_updates(folder) if is_new else 0
+        if is_new and (num_unsaved if shared else starts or config.run.resume):
             if is_file(folder / CONFIG) and read_file(folder / CONFIG) != recipe.encode():
                 (folder / TRACKING).unlink(missing_ok=True)  # trackers keep the recipe of the run they know
-            made = _count_updates(folder)
-            again = f", and makes {count(made, 'update')} again" if made else ""
+            again = f", and makes {count(num_unsaved, 'update')} again" if num_unsaved else ""
             console.say(f"nothing was saved yet: the run begins at update 0{again}")
         replace_text(folder / ENVIRONMENT, json.dumps({"starts": [*starts, start]}, indent=1) + "\n")
-        replace_text(folder / CONFIG, recipe)
+        if shared is None or not shared.is_joined:
+            replace_text(folder / CONFIG, recipe)
         console.log_to(folder / LOG)
 
-    ranks.on_main(write, str(folder))
+    def write_in_turn() -> None:
+        with nullcontext() if shared is None else shared.turn(ROWS):
+            write()
+
+    ranks.on_main(write_in_turn, str(folder))
+
+
+def enter_shared_folder(folder: Path, shared: SharedFolder, ranks: Ranks) -> str:
+    """Enter a folder in which the replicas of a run write, and return its id. Collective.
+
+    Raises `MegabatchError` if another run writes there, or if its file system has no locks.
+    """
+
+    def enter() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return shared.enter(open_file(folder / LOCK, os.O_RDWR | os.O_CREAT))
+        except (BlockingIOError, PermissionError):
+            raise MegabatchError(
+                f"another run is writing in {folder}; wait for it, or choose another run.folder"
+            ) from None
+        except OSError as error:
+            raise MegabatchError(
+                f"replicas take turns to write in {folder}, and its file system has no locks ({error.strerror}); "
+                "choose a run.folder on another disk, which all hosts share"
+            ) from None
+
+    return ranks.on_main(enter, str(folder))
 
 
 def lock_run(folder: Path, within_seconds: float | None) -> None:

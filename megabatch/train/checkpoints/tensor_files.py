@@ -10,6 +10,7 @@ import io
 import os
 import pathlib
 import pickle
+import shutil
 import threading
 import warnings
 from collections.abc import Generator, Mapping
@@ -19,6 +20,7 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils._pytree import tree_leaves
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.metadata import (
@@ -40,6 +43,7 @@ from megabatch.train.checkpoints.metadata import (
     write_meta,
 )
 from megabatch.train.checkpoints.paths import POINTER, path_of, unfinished_of
+from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.runtime.files import open_file, remove_path, replace_text, sync
 from megabatch.train.runtime.ranks import Ranks
 
@@ -77,9 +81,10 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
     whole = path_of(folder, meta["step"])
     unfinished = unfinished_of(whole)
 
-    def begin() -> None:
+    def begin() -> int:
         remove_path(unfinished)  # left by a killed run
         unfinished.mkdir(parents=True)
+        return shutil.disk_usage(unfinished).free
 
     def finish() -> None:
         write_meta(unfinished, meta, digests)
@@ -89,8 +94,8 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
         replace_text(whole.parent / POINTER, whole.name)
 
     try:
-        ranks.on_main(begin, str(unfinished))
-        _write_states(states, unfinished, ranks)
+        free_bytes = ranks.on_main(begin, str(unfinished))
+        _write_states(states, unfinished, ranks, free_bytes)
         digests: Digests = hash_written_files(unfinished, ranks)
         ranks.on_main(finish, str(whole))
     except MegabatchError:
@@ -99,7 +104,7 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
     return whole
 
 
-def _write_states(states: Mapping[str, Any], to: Path, ranks: Ranks) -> None:
+def _write_states(states: Mapping[str, Any], to: Path, ranks: Ranks, free_bytes: int) -> None:
     try:
         with without_group_warning():
             save_state(dict(states), checkpoint_id=to, process_group=ranks.group, no_dist=not dist.is_initialized())
@@ -107,7 +112,13 @@ def _write_states(states: Mapping[str, Any], to: Path, ranks: Ranks) -> None:
         first = next(iter(error.failures.values()))[0]
         if isinstance(first, KeyboardInterrupt):  # DCP catches everything
             raise KeyboardInterrupt from None
-        raise MegabatchError(f"cannot write {to} ({write_problem(first)}); make room for it") from None
+        sizes = f"{gib_text(_tensor_bytes(states))} of tensors, with {gib_text(free_bytes)} free"
+        raise MegabatchError(f"cannot write {to} ({write_problem(first)}); make room for it: {sizes}") from None
+
+
+def _tensor_bytes(states: Mapping[str, Any]) -> int:
+    """Return the bytes of the tensors in the states of a run, those of all shards together."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(dict(states)) if isinstance(leaf, Tensor))
 
 
 def write_problem(error: BaseException) -> str:

@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.metadata import Meta
-from megabatch.train.checkpoints.paths import path_of
+from megabatch.train.checkpoints.paths import POINTER, checkpoints_of, path_of, step_named_by
 from megabatch.train.checkpoints.retention import Checkpoints, point_to_best
 from megabatch.train.checkpoints.tensor_files import ignore_group_warning, save
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.shared_folder import CHECKPOINT, SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
 SECONDS_BETWEEN_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # of a run's last checkpoint
@@ -71,9 +72,15 @@ class Writer:
 
     Args:
         flush: Writes what the run's other files still lack; no checkpoint is ahead of them.
+        shared: The replica's part in the run's folder, where it is one of several. Each of them can write the last
+            checkpoint: the first whose turn it is does.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, console: Console, flush: Callable[[], None]) -> None:
+    def __init__(
+        self, config: Config, ranks: Ranks, console: Console, flush: Callable[[], None],
+        shared: SharedFolder | None = None,
+    ) -> None:  # fmt: skip
+        self._shared = shared
         self._folder, self._keep_last = Path(config.run.folder), config.run.keep_last
         self._ranks, self._console, self._flush = ranks, console, flush
         self._shelf = Checkpoints(self._folder)
@@ -117,6 +124,8 @@ class Writer:
         It waits for room for an hour or until a signal comes, and for a minute after one has. Raises `MegabatchError`.
         """
         self.wait()
+        if self._shared is not None:
+            self._shared.is_writer = True  # the others may be gone
         for number, seconds in enumerate(chain((0.0, *SECONDS_BETWEEN_TRIES), repeat(SECONDS_BETWEEN_LATE_TRIES))):
             time.sleep(seconds)
             try:
@@ -188,6 +197,20 @@ class Writer:
         return True
 
     def _store(self, request: CheckpointRequest, ranks: Ranks) -> None:
+        if self._shared is None:
+            self._write(request, ranks)
+            return
+        shared, pointer = self._shared, checkpoints_of(self._folder) / POINTER
+        ranks.on_main(lambda: shared.take(CHECKPOINT), str(self._folder))
+        try:
+            latest = ranks.on_main(lambda: step_named_by(pointer), str(pointer), verb="read")
+            if latest is None or latest < request.step:  # else another replica has written it
+                self._write(request, ranks)
+        finally:
+            if ranks.is_main:
+                shared.give(CHECKPOINT)
+
+    def _write(self, request: CheckpointRequest, ranks: Ranks) -> None:
         waits = ranks is self._ranks
         with self._console.progress("saving a checkpoint", None, "files") if waits else nullcontext():
             self._with_room(lambda: save(self._folder, request.states, request.meta, ranks), ranks)

@@ -32,6 +32,14 @@ class Init:
     """None: classification where rows have a text and a label."""
     hardware: str | None = None
     """cpu, 8 gpus, 8 h100, 2 nodes of 8 h100. None: what this machine has."""
+    text_field: str | None = None
+    """Column of the text. This and the other columns: None: by the usual names, else by the values, which is said."""
+    label_field: str | None = None
+    """Column of the label of a text, which makes a classifier."""
+    prompt_field: str | None = None
+    """Column of the prompt, or several with commas between them: instruction,input."""
+    response_field: str | None = None
+    """Column of the response, which is learned."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class Plan(Recipe):
     """Bandwidth of a rank inside a node, and at most between nodes, 235GB/s say. None: the device's."""
     length: int | None = None
     """Tokens of the longest sample. None: data.pack_tokens, data.max_sample_tokens, or the data are read."""
+    tokens: str | None = None
+    """Tokens of a whole training, 300M, 15B or 1T: print the days that it takes."""
     layouts: FlagCreatePairsOff[bool] = False
     """Compare the layouts of the processes, whatever [parallel] has: FSDP2, HSDP, copies, with tp, cp and pp too."""
     json: FlagCreatePairsOff[bool] = False
@@ -81,6 +91,34 @@ class Plan(Recipe):
 @dataclass(frozen=True)
 class Verify(Recipe):
     """Compare the cut gradient with the uncut one, on the recipe's model, loss, data and, under torchrun, wrapper."""
+
+
+@dataclass(frozen=True)
+class Show(Recipe):
+    """Print the first samples of a recipe as text, with the learned tokens marked, and what is left out."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Generate text with the model of a run, or of an export of one."""
+
+    run: Positional[Path]
+    """The run's folder, or a folder that export wrote."""
+    prompt: str | None = None
+    """A text to answer. None: each line of the input."""
+    step: int | Literal["best", "latest"] | None = None
+    """The checkpoint. None: the best where one is kept, else the latest."""
+    mode: Literal["chat", "text"] | None = None
+    """Prompts go through the chat template, or are continued as they are. None: chat for runs with messages_field and
+    exports with a template."""
+    tokens: int = 200
+    """Most tokens of an answer."""
+    temperature: float = 0.8
+    """0: the likeliest token each time."""
+    seed: int = 0
+    """Seed of the drawn tokens."""
+    trust: FlagCreatePairsOff[bool] = False
+    """Run a model.function of a run that you have not started: read it first."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +183,8 @@ class Completion:
 
 
 COMMANDS: dict[str, type] = {
-    kind.__name__.lower(): kind for kind in (Init, Train, Plan, Verify, Export, Report, Runs, Audit, Completion)
+    kind.__name__.lower(): kind
+    for kind in (Init, Show, Train, Plan, Verify, Chat, Export, Report, Runs, Audit, Completion)
 }
 REMOVED_COMMANDS = {  # command of the last version -> what to use instead
     "watch": "open report.html in the run's folder, which is written again while the run goes on and reloads itself",
@@ -159,8 +198,8 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {  # command -> option of the last 
         "within": "compare run_hash, losses and norms in the rows of metrics.jsonl",
     },
 }
-WITH_RECIPE = ("train", "plan", "verify")
-ALONE = ("init", "export", "report", "runs", "audit", "completion")  # in one process
+WITH_RECIPE = ("train", "plan", "verify", "show")
+ALONE = ("init", "show", "chat", "export", "report", "runs", "audit", "completion")  # in one process
 
 ENDING = """
 RECIPE is a TOML file. Any key of it is overridden as --section.key=value; `megabatch train --help` explains the keys,
@@ -172,7 +211,7 @@ def options_of(command: type) -> tuple[list[str], list[str]]:
     """Return the names of a command's own options, of those with a value and of those without, as they are written."""
     flags = [each for each in fields(command) if each.type == FlagCreatePairsOff[bool]]
     named = [each for each in fields(command) if each not in flags and "Positional" not in str(each.type)]
-    return [_option(each.name) for each in named], [_option(each.name) for each in flags]
+    return [_option(each.name) for each in named], [_option(flag.name) for flag in flags]
 
 
 def _option(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | plan | verify | export | audit`, and front.py's.
+"""The command line: `megabatch train | plan | verify | show | chat | export | audit`, and front.py's.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2. A command imports what it needs when
 it runs: the modules of the others take seconds.
@@ -19,6 +19,7 @@ from megabatch.train.cli.arguments import (
     COMMANDS,
     WITH_RECIPE,
     Audit,
+    Chat,
     Export,
     Plan,
     options_of,
@@ -99,6 +100,10 @@ def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> N
         train(config, rendezvous)
     elif name == "verify":
         verify(config, rendezvous)
+    elif name == "show":
+        from megabatch.train.preview.show import show_recipe
+
+        show_recipe(config)
     else:
         from megabatch.train.plan.request import read_request
         from megabatch.train.plan.table import plan_recipe
@@ -137,6 +142,12 @@ def run_other(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> No
 
         asked = read_arguments(Export, arguments)
         print_line(export(asked.run, asked.to, step=asked.step, merged=asked.merged, is_trusted=asked.trust))
+    elif name == "chat":
+        from megabatch.train.preview.chat import Sampling, chat
+
+        asked = read_arguments(Chat, arguments)
+        sampling = Sampling(asked.tokens, asked.temperature, asked.seed)
+        chat(asked.run, asked.prompt, sampling, step=asked.step, mode=asked.mode, is_trusted=asked.trust)
     else:
         from megabatch.train.cli.audited_command import run_audited
 

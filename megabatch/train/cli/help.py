@@ -32,6 +32,20 @@ EXAMPLE = Config(  # the defaults, and values of the keys that have none
 ENDING = """Write --section.key=value: none for no value, a,b,c for a list, ["a", "b"] for a list of paths, and
 --section.table.key=value for a key of a table. Keys of [data.mixture.NAME] and [eval.sets.NAME]:
 """
+TEN_KEYS = """The ten keys that matter:
+  --data.path=FILE                   what is learned
+  --model.name=NAME                  weights to start from: a name of the hub or a folder
+  --update.global_batch_size=N       samples of an optimizer step, over all ranks
+  --update.max_microbatch_tokens=N   lower it if memory is short: the gradient stays the same
+  --optim.lr=RATE                    peak learning rate
+  --optim.warmup_steps=N             updates over which it rises
+  --run.max_epochs=N                 passes over the data
+  --run.folder=FOLDER                everything that the run writes
+  --run.save_every=N                 updates between two checkpoints
+  --run.resume=true                  go on from the latest checkpoint
+
+All options and keys:
+"""
 SCRIPTS = {  # a shell offers files where no word is printed; words that end in = or . are followed by no space
     "bash": "complete -o default -o nospace -C 'megabatch completion words' megabatch",
     "zsh": """_megabatch() {
@@ -56,6 +70,8 @@ def print_help(name: str, arguments: Sequence[str]) -> None:
         if not arguments[0].startswith("-"):
             config = load_config(recipe_named(Path(arguments[0])), [], may_be_masked=True)
         kind = with_keys(kind, config)
+    if name == "train":
+        print(TEN_KEYS)
     with suppress(SystemExit):  # the end of tyro's help
         tyro.cli(kind, args=["--help"], prog=f"megabatch {name}", use_underscores=True)
     if name in WITH_RECIPE:

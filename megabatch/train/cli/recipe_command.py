@@ -7,11 +7,11 @@ from pathlib import Path
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_named
 from megabatch.train.cli.arguments import COMMANDS, check_removed, options_of
-from megabatch.train.config import Config, SourceConfig
+from megabatch.train.config import Config
 from megabatch.train.config.keys import FOREIGN_KEYS, nearest
 from megabatch.train.config.recipe import load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths, near
-from megabatch.train.data.sources import KINDS, ending_of, find_files
+from megabatch.train.data.sources import KINDS, ending_of, find_files, named_sources
 from megabatch.train.trust import check_trust
 
 
@@ -78,12 +78,3 @@ def device_path(arguments: Sequence[str]) -> Path:
     """Return the file that `plan --measure FILE` writes."""
     pairs, _ = split_options(arguments, ("measure",))
     return Path(pairs[-1][1])
-
-
-def named_sources(config: Config) -> dict[str, SourceConfig]:
-    """Return the places of text that a recipe names, by the key of their table."""
-    sets = {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}
-    if config.data.function is not None:
-        return sets
-    mixture = {f"data.mixture.{name}": source for name, source in config.data.mixture.items()}
-    return {**(mixture or {"data": config.data}), **sets}

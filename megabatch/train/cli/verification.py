@@ -75,7 +75,7 @@ def plain_config(config: Config, num_ranks: int) -> Config:
                     f"add --parallel.{axis}=1, or start verify without torchrun"
                 )
         parallel = ParallelConfig(
-            wrapper=asked.wrapper or "ddp", dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard
+            wrapper=asked.wrapper, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, ep=asked.ep
         )
     return config.model_copy(update={"model": model, "parallel": parallel})
 

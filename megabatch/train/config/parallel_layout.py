@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megabatch.errors import MegabatchError
 from megabatch.train.config import ParallelConfig
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a mesh; the last one's ranks are neighbors, who talk most
+# Of a mesh; the last one's ranks are neighbors, who talk most.
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 COPYING = {"ddp": "dp_replicate", "replicate": "dp_replicate", "fsdp2": "dp_shard"}  # wrapper → what it lays out
 
 
@@ -21,6 +22,7 @@ class Layout:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1  # of the ranks that dp_shard has
 
     def dp_degree(self, num_ranks: int) -> int:
         """Return the number of ranks with different samples."""
@@ -56,13 +58,14 @@ class Layout:
         return (1, degree) if wrapper == "fsdp2" else (degree, 1)
 
     def axes(self, wrapper: str, num_ranks: int) -> dict[str, int]:
-        """Return the degrees of the mesh's axes that have more than one rank, and of the wrapper's axis."""
-        degrees = (self.pp, *self.data_degrees(wrapper, num_ranks), self.cp, self.tp)
-        return {
-            axis: degree
-            for axis, degree in zip(AXES, degrees, strict=True)
-            if degree > 1 or axis == COPYING.get(wrapper)
-        }
+        """Return the degrees of the mesh's axes that have more than one rank, and of the wrapper's axis.
+
+        With ``ep``, dp_shard has the ranks that hold the same experts, and tp has one rank: transformers asks for it.
+        """
+        dp_replicate, dp_shard = self.data_degrees(wrapper, num_ranks)
+        degrees = (self.pp, dp_replicate, dp_shard // self.ep, self.ep, self.cp, self.tp)
+        single = (COPYING.get(wrapper), "tp" if self.ep > 1 else None)
+        return {axis: degree for axis, degree in zip(AXES, degrees, strict=True) if degree > 1 or axis in single}
 
     def mesh(self, wrapper: str, num_ranks: int, device_type: str) -> DeviceMesh:
         """Make the mesh of all ranks. Collective."""
@@ -76,9 +79,11 @@ ALONE = Layout()  # every rank sees samples of its own
 def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
     """Return the layout of a recipe. Raises `MegabatchError` for degrees that do not fit processes or wrapper."""
     check_product(parallel, num_ranks)
-    layout = Layout(parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp, parallel.pp)
+    layout = Layout(parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp, parallel.pp, parallel.ep)
     if parallel.pp > 1:
         check_schedule(parallel)
+    if parallel.ep > 1:
+        check_experts(parallel.ep, layout.data_degrees("fsdp2", num_ranks)[1])
     if parallel.wrapper is not None:
         check_wrapper(parallel.wrapper, *layout.data_degrees(parallel.wrapper, num_ranks))
     return layout
@@ -115,6 +120,16 @@ def check_schedule(parallel: ParallelConfig) -> None:
         raise MegabatchError(
             f'parallel.wrapper is "ddp" and parallel.schedule "{parallel.schedule}", which computes gradients without '
             'the hooks by which DDP reduces; set the wrapper to "replicate", or the schedule to "1F1B"'
+        )
+
+
+def check_experts(ep: int, dp_shard: int) -> None:
+    """Raise where experts cannot be dealt out over the ranks that shard the model."""
+    if dp_shard % ep:
+        there = "1 rank has" if dp_shard == 1 else f"{dp_shard} ranks have"
+        raise MegabatchError(
+            f"parallel.ep is {ep} and {there} the shards of the model (parallel.dp_shard), which it must divide; "
+            "change one of them, or the number of processes"
         )
 
 

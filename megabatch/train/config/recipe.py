@@ -160,6 +160,8 @@ def set_override(layer: Layer, key: str, text: str) -> None:
     annotation = type_of(key)
     if annotation is None:
         raise unknown_key(key, "on the command line")
+    if key == "model.config" and text.lower() in ("none", "null"):
+        raise MegabatchError(f"{key} is {text!r} on the command line; write --model.name=NAME alone, which replaces it")
     if is_options(annotation) or is_named_sources(annotation):
         raise MegabatchError(f"{key} is {text!r} on the command line; write --{key}.key=value for its keys")
     *tables, last = key.split(".")

@@ -63,7 +63,7 @@ class ModelConfig(Section):
     keyed_dropout: bool = True
     """Dropout masks of nn.Dropout follow from run.seed, the update, the sample, the layer and the place, so that other
     ranks and another cut make the same updates. false: torch's generator draws them by rank, which is faster. Not with
-    compile, update.one_row, parallel.tp, cp and pp."""
+    compile, update.one_row, update.long_samples, parallel.tp, cp and pp."""
     experts: Options | None = None
     """The balance of a mixture of experts: router_loss, scores ("softmax" or "sigmoid"), bias_rate, by which biases of
     routers move after each update, and bias_name. See docs/experts.md."""
@@ -96,8 +96,9 @@ class SourceConfig(Section):
     """Split of a saved or hub data set."""
     text_field: str | None = None
     """Field of plain text, all of it learned."""
-    prompt_field: str | None = None
-    """Field of a prompt, which is not learned; with response_field."""
+    prompt_field: str | list[str] | None = None
+    """Field of a prompt, which is not learned; with response_field. A list of fields is joined by newlines, without
+    those that are empty: ["instruction", "input"]."""
     response_field: str | None = None
     """Field of the response to it, which is learned."""
     messages_field: str | None = None
@@ -169,10 +170,18 @@ class UpdateConfig(Section):
     """Lay the samples of a microbatch in one row, one after another, so that nothing is padded: with model.attention =
     "flash_attention_2" or "flex_attention". Others compute the whole row against itself, which takes longer than
     padding does."""
+    long_samples: Literal["cut"] | None = None
+    """"cut": a sample longer than max_microbatch_tokens, a number, runs in chunks, exactly. The model is a causal one
+    of transformers, and the loss sums over tokens (docs/long-samples.md). Held-out samples run whole. None: a longer
+    sample is an error."""
     cost: Literal["measure"] | None = None
     """"measure": time the microbatches of updates and split samples by that, under a limit that is a number. The
     gradient is the same, but its last bits follow the clock. A resumed run starts from the checkpoint's cost. None:
     relative costs, and with a limit of "auto" the measured ones."""
+    balance: Literal["off", "measured"] = "off"
+    """"measured": deal a slow rank less work, by the speeds that the run measures under DistributedDataParallel. The
+    samples of an update and its gradient stay the same, but its last bits follow the clock. A resumed run starts from
+    the checkpoint's speeds. "off": ranks count as equally fast, and the run says once if "measured" would gain 10 %."""
     shapes: Count | None = None
     """Fill each microbatch up to one of at most so many shapes, samples x tokens, for which model.compile compiles as
     many graphs. They are chosen from the first update's samples and kept with the checkpoint. Padded samples compute
@@ -357,6 +366,12 @@ class ParallelConfig(Section):
     """Ranks over which each matrix is cut (tensor parallelism); they are given the same samples."""
     pp: Count = 1
     """Ranks over which the layers are dealt out (pipeline parallelism); they are given the same samples."""
+    ep: Count = 1
+    """With fsdp2: ranks over which the experts of each layer are dealt out (expert parallelism), each with samples of
+    its own. They are some of the ranks that shard the model, and add none: ep divides dp_shard."""
+    replicas: Literal["torchft"] | None = None
+    """"torchft": train on replicas that may be lost, stopped and added, each under a torchrun of its own. Updates keep
+    their samples and gradients. Needs megabatch[elastic] and a Lighthouse (docs/elastic.md). None: one torchrun."""
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"

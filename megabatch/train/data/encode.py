@@ -145,9 +145,10 @@ def kind_of_rows(source: SourceConfig, key: str, tokens: "Tokens", first: Row) -
             f"{key}.response_field, or {key}.messages_field, or {key}.text_field"
         )
     kind = (asked or seen)[0]
-    fields = {name: cast(str, getattr(source, name) or default_of(name)) for name in FIELDS[kind]}
+    fields = {name: getattr(source, name) or default_of(name) for name in FIELDS[kind]}
     found = ChatRows(fields, key, tokens) if kind == "messages" else TextRows(fields, tokens)
-    for name, field in found.fields.items():
+    for name, named_fields in found.fields.items():
+        field = named_fields if isinstance(named_fields, str) else named_fields[0]
         if field not in first.fields:  # the recipe's mistake, not the row's
             raise MegabatchError(
                 f"{first.name} has no field {field!r}, only {fields_text(first)}; set {key}.{name} to the field to read"
@@ -163,7 +164,7 @@ def default_of(name: str) -> str:
 class RowKind(Protocol):
     """One kind of rows, and its way to tokens."""
 
-    fields: Mapping[str, str]  # that every row must have, by the recipe's key for them
+    fields: Mapping[str, str | list[str]]  # by the recipe's key for them; of a list, a row must have the first
 
     def read(self, row: Row) -> Any:
         """Return what is encoded of a row; raises `BrokenRowError`."""
@@ -177,12 +178,12 @@ class RowKind(Protocol):
 class TextRows:
     """A prompt, which is not learned, if there is one; a text, which is learned, and its end."""
 
-    def __init__(self, fields: Mapping[str, str], tokens: "Tokens") -> None:
+    def __init__(self, fields: Mapping[str, str | list[str]], tokens: "Tokens") -> None:
         self.fields = fields  # the last is learned
         self._tokens, self._front, self._end = tokens, tokens.front, tokens.end
 
     def read(self, row: Row) -> tuple[str, str]:
-        *prompt, text = (text_of(row, field) for field in self.fields.values())
+        *prompt, text = (joined_text_of(row, field) for field in self.fields.values())
         if not text:
             field = [*self.fields.values()][-1]
             raise BrokenRowError(f"{row.name} has an empty text in the field {field!r}, so no token to learn")
@@ -209,9 +210,9 @@ class ChatRows:
     `apply_chat_template` ends before a turn that begins with a space, where a tokenizer trims offsets.
     """
 
-    def __init__(self, fields: Mapping[str, str], key: str, tokens: "Tokens") -> None:
+    def __init__(self, fields: Mapping[str, str | list[str]], key: str, tokens: "Tokens") -> None:
         self.fields = fields
-        (self._field,), self._tokens, self._tokenizer = fields.values(), tokens, tokens.tokenizer
+        self._field, self._tokens, self._tokenizer = cast(str, fields["messages_field"]), tokens, tokens.tokenizer
         try:
             template = cast(str, tokens.tokenizer.get_chat_template())
         except ValueError:
@@ -289,6 +290,14 @@ def message_of(message: Any, name: str) -> Message:
     if not isinstance(kept.get("content"), str | list) and "tool_calls" not in kept:
         raise BrokenRowError(f"{name} has neither text in its field content nor tool_calls")
     return kept
+
+
+def joined_text_of(row: Row, field: str | list[str]) -> str:
+    """Return the text of a field, or of several with a newline between them; only the first must be there."""
+    if isinstance(field, str):
+        return text_of(row, field)
+    first, *others = field
+    return "\n".join([text_of(row, first), *(text_of(row, name) for name in others if row.fields.get(name))])
 
 
 def text_of(row: Row, field: str) -> str:

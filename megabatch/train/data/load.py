@@ -97,7 +97,7 @@ class Loader:
             )
             words = [samples_text(documents, num_targets)]
         else:
-            parts = [PackedSamples(each, row_tokens) for each in documents]
+            parts = [PackedSamples(subset, row_tokens) for subset in documents]
             words = [packing_text(key, part) for key, part in zip(keys, parts, strict=True)]
         weights = [source.weight for source in self._sources.values() if source.weight is not None]
         order = None

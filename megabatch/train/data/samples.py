@@ -105,7 +105,7 @@ class PackedSamples(View):
         self.num_cut = int((documents.lengths > row_tokens).sum())
 
     def at(self, index: int) -> dict[str, Tensor]:
-        pieces = ((int(each[piece]) for each in self._places) for piece in self._row(index))
+        pieces = ((int(place[piece]) for place in self._places) for piece in self._row(index))
         return row_of([piece_of(self._documents.at(document), start, length) for document, start, length in pieces])
 
     def name(self, index: int) -> str:

@@ -3,21 +3,24 @@
 To add a kind of file, write a reader of rows and name it in `READERS`.
 """
 
+import codecs
 import csv
 import glob
 import gzip
 import io
 import json
 import re
+import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.config import SourceConfig
+from megabatch.train.config import Config, SourceConfig
 from megabatch.train.config.recipe_paths import near
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 
@@ -43,6 +46,8 @@ SAVED_FILES = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk wr
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 ESCAPED = re.compile("[\udc80-\udcff]")  # what Python makes of a byte that is not UTF-8
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # Excel's "Unicode text" begins with one
+LIST_OF_OBJECTS = re.compile(rb"\s*\[\s*(\{|$)")  # the first line of a file that is one
 MAX_LINE_BYTES, PIECE_BYTES = 64 << 20, 1 << 20  # a line takes about 34 times its bytes of memory until it is tokens
 MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than many a text has
 ROLES = {  # ShareGPT's speakers
@@ -98,7 +103,9 @@ def rows_of(source: SourceConfig, key: str) -> Rows:
     files = find_files(source, key)
     if files.kind == "stdlib":
         functions = stdlib_functions(Path(files.paths[0]))
-        rows: Rows = (Row(each.name, {"prompt": each.prompt, "response": each.response}) for each in functions)
+        rows: Rows = (
+            Row(function.name, {"prompt": function.prompt, "response": function.response}) for function in functions
+        )
     elif files.kind == "saved":
         rows = numbered(files.paths[0], saved_rows(files.paths[0], source.split, key))
     elif files.kind == "hub":
@@ -106,6 +113,15 @@ def rows_of(source: SourceConfig, key: str) -> Rows:
     else:
         rows = chain.from_iterable(file_rows(files.kind, path, key) for path in files.paths)
     return islice(rows, source.max_samples)
+
+
+def named_sources(config: Config) -> dict[str, SourceConfig]:
+    """Return the places of text that a recipe names, by the key of their table."""
+    sets = {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}
+    if config.data.function is not None:
+        return sets
+    mixture = {f"data.mixture.{name}": source for name, source in config.data.mixture.items()}
+    return {**(mixture or {"data": config.data}), **sets}
 
 
 def find_files(source: SourceConfig, key: str) -> SourceFiles:
@@ -260,7 +276,11 @@ def file_rows(kind: Kind, path: str, key: str) -> Rows:
     """Yield the rows of one file. A fault that is not of a single row is an error of ``key``."""
     try:
         with cast(IO[bytes], gzip.open(path)) if path.lower().endswith(".gz") else Path(path).open("rb") as file:
-            yield from READERS[kind](path, file)
+            if kind in TEXT_KINDS and cast(Any, file).peek(2)[:2] in UTF16_MARKS:
+                with utf8_copy(file) as copy:
+                    yield from READERS[kind](path, copy)
+            else:
+                yield from READERS[kind](path, file)
     except MegabatchError:
         raise
     except (OSError, EOFError, ValueError, RuntimeError, csv.Error, zlib.error) as error:
@@ -270,13 +290,44 @@ def file_rows(kind: Kind, path: str, key: str) -> Rows:
         ) from None
 
 
+@contextmanager
+def utf8_copy(file: IO[bytes]) -> Generator[IO[bytes], None, None]:
+    """Return a file of UTF-16 as one of UTF-8, which is removed at the end."""
+    decoder = codecs.getincrementaldecoder("utf-16")()
+    with tempfile.TemporaryFile() as copy:
+        while piece := file.read(PIECE_BYTES):
+            copy.write(decoder.decode(piece).encode())
+        copy.write(decoder.decode(b"", final=True).encode())
+        copy.seek(0)
+        yield copy
+
+
 def json_rows(path: str, file: Any) -> Rows:
-    """Yield an object a line; a file .json may be one list of objects instead."""
-    is_list = ending_of(path) == ".json" and file.peek(1).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
-    if not is_list:
+    """Yield an object a line; a file may be one list of objects instead."""
+    if not is_json_list(path, file):
         return line_rows(path, file, json.loads)
     listed = enumerate(json.loads(file.read().decode("utf-8-sig")), start=1)
     return (row_of(f"{path}:{number}", fields) for number, fields in listed)
+
+
+def is_json_list(path: str, file: Any) -> bool:
+    """Return True for a file that is one list; in a .jsonl with a list in each line, the first line ends its list."""
+    if not file.peek(1).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        return False
+    if ending_of(path) == ".json":
+        return True
+    first = file.readline(MAX_LINE_BYTES)
+    is_only_line = not file.readline(PIECE_BYTES).strip()
+    file.seek(0)
+    if not LIST_OF_OBJECTS.match(first.removeprefix(BYTE_ORDER_MARK)):
+        return False
+    try:
+        json.loads(first.decode("utf-8-sig"))
+    except json.JSONDecodeError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return is_only_line
 
 
 def text_rows(path: str, file: IO[bytes]) -> Rows:
@@ -374,6 +425,7 @@ def parquet_rows(path: str, file: IO[bytes]) -> Rows:
             yield Row(f"{path}:{number}", fields)
 
 
+TEXT_KINDS = ("jsonl", "csv", "text", "documents")
 READERS: dict[Kind, Callable[[str, Any], Rows]] = {
     "jsonl": json_rows,
     "csv": csv_rows,

@@ -27,7 +27,7 @@ def check_fit(name: str, length_tokens: int, config: Config, positions: int | No
     """Raise `MegabatchError` where a sample fits into no microbatch, or not into the model's ``positions``."""
     check_positions(f"the sample {name}", length_tokens, positions)
     cap, row_tokens = config.update.max_microbatch_tokens, config.data.pack_tokens
-    if isinstance(cap, int) and length_tokens > cap:
+    if isinstance(cap, int) and length_tokens > cap and config.update.long_samples is None:
         other = "leave such samples out with data.max_sample_tokens" if row_tokens is None else "lower data.pack_tokens"
         raise MegabatchError(
             f"the sample {name} has {length_tokens} tokens, more than update.max_microbatch_tokens={cap}; "
@@ -75,18 +75,16 @@ class StreamUpdate:
     skipped: Skipped  # so far, in the present passes over the sources
 
     def share(
-        self, rank: int, num_ranks: int, cost: CostModel | None = None, limits: Sequence[int | None] = (),
-        *, same_bits: bool = False,
+        self, rank: int, num_ranks: int, cost: CostModel | None = None, limits: Mapping[str, int | None] | None = None,
+        *, same_bits: bool = False, speeds: Sequence[float] | None = None,
     ) -> list[Named]:  # fmt: skip
-        """Return a rank's part, as `UpdateSampler` shares it, with its limits."""
+        """Return a rank's part, as `UpdateSampler` shares it, with its limits: ``max_rows`` and ``max_tokens``."""
         lengths = [len(sample["input_ids"]) for _, sample in self.samples]
-        rows, tokens = limits or (None, None)
-        if same_bits:
-            seconds = (cost or CostModel()).seconds
-            dealt = deal_microbatches(lengths, num_ranks, seconds, max_rows=rows, max_tokens=tokens)[rank]
+        if same_bits and limits is not None:
+            dealt = deal_microbatches(lengths, num_ranks, (cost or CostModel()).seconds, **limits)[rank]
             mine = sorted(index for each in dealt for index in each)
-        elif limits:
-            ranks = deal(np.asarray(lengths, dtype=np.int64), num_ranks, cost, max_rows=rows, max_tokens=tokens)
+        elif limits is not None:
+            ranks = deal(np.asarray(lengths, dtype=np.int64), num_ranks, cost, **limits, speeds=speeds)
             mine = np.flatnonzero(ranks == rank).tolist()
         else:
             price = float if cost is None else cost.sample_seconds

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from megabatch import CostModel, UpdateSampler
 from megabatch.batching import Deferred
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
-from megabatch.train.config import Config, UpdateConfig
+from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.custom_dataset import Form, check_form, drawing
 from megabatch.train.data.encode import Skipped
@@ -33,6 +33,7 @@ from megabatch.train.runtime.exit import end_with_parent, ignore_signals_in_work
 from megabatch.train.runtime.ranks import Ranks
 
 State = dict[str, Any]  # JSON
+Sampler = TypeVar("Sampler", bound=UpdateSampler)
 Share = tuple[list[int], State]  # sample ids of an update, and the state after it
 
 
@@ -50,9 +51,18 @@ class Delivery:
 Ahead = tuple[Delivery, Iterator[Delivery]]  # the next update, read, and those after it
 
 
-def balancing_cost(even_tokens: int) -> CostModel:
-    """Return costs in units of a token without attention. A power of two makes their sums exact."""
-    return CostModel(seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)
+@dataclass(frozen=True)
+class Dealing:
+    """Measured numbers by which updates are dealt over ranks. None: not measured."""
+
+    cost: CostModel | None = None
+    max_microbatch_tokens: int | None = None  # the limit, where the recipe states none
+    speeds: tuple[float, ...] | None = None  # of the data ranks, relative to the fastest
+
+
+def balancing_cost(even_tokens: int, launch_tokens: int = 0) -> CostModel:
+    """Return costs in units of a token without attention. Powers of two make their sums exact."""
+    return CostModel(launch_tokens, seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)
 
 
 class Updates:
@@ -62,6 +72,9 @@ class Updates:
         self._config, self._dp_degree = config, ranks.dp_degree
         self._epoch_size, self._sizes = data.epoch_size, sizes_of(config.update)
         check_points(config, data)
+        if config.parallel.replicas is not None:
+            ranks = Ranks(0, 1, ranks.device)  # replicas share each update among themselves
+            self._dp_degree = 1
         sampler = None if isinstance(data.train, Stream) else sampler_of(data, config, ranks)
         self.num_updates = count_updates(config, self._epoch_size, sampler)
         if self.num_updates.of_run == 0:
@@ -75,7 +88,8 @@ class Updates:
         self._rest: Iterator[Delivery] = iter(())  # those after the update that was handed out last
         self._next: Delivery | Exception | None = None  # the update that was read ahead, or the error of reading it
         self._ids: Sequence[int | str] = ()
-        self.even_tokens: int | None = None  # by which they are dealt
+        self.dealing = Dealing()
+        self._is_under_way = False
         self.change: Callable[[Any], Any] | None = None  # what is done to each sample before it is trained on
         self.add_key: Callable[[Any, int, int | str], Any] | None = None  # with the update's number and the sample's id
 
@@ -104,15 +118,16 @@ class Updates:
         """The row that each of this rank's samples comes from, of the update that was handed out last."""
         return [self._source.name(each) for each in self._ids]
 
-    def deal_by(self, even_tokens: int | None) -> None:
-        """Deal updates over ranks by what samples cost, before the first is handed out; None: by length.
+    def deal_by(self, dealing: Dealing) -> None:
+        """Deal the updates to come over ranks by what was measured. Their samples stay the same.
 
-        ``even_tokens`` are the tokens at which attention costs a sample as much as all the rest. The samples of an
-        update stay the same.
+        All ranks call this between the same two updates. Updates that were read ahead are read again.
         """
-        if even_tokens is not None and self._dp_degree > 1:
-            cost = balancing_cost(even_tokens)
-            self.even_tokens, self._ahead = even_tokens, self._source.deal_by(cost, self._ahead)
+        if dealing == self.dealing or self._dp_degree == 1:
+            return
+        self.dealing, self._ahead = dealing, self._source.deal_by(dealing, self._ahead)
+        if self._is_under_way:
+            self._rest, self._next = self._deliveries(), None
 
     def peek(self) -> Sequence[Any]:
         """Return this rank's samples of the next update, which is still to come; none at the end of the run."""
@@ -127,7 +142,7 @@ class Updates:
         return self._changed(self._ahead[0])
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        self._rest, self._next = self._deliveries(), None
+        self._rest, self._next, self._is_under_way = self._deliveries(), None, True
         while (delivery := self._read()) is not None:
             self._next = None
             if isinstance(delivery, Exception):
@@ -153,6 +168,16 @@ class Updates:
         """Hand out this batch of the same samples in the next update, in place of what `read_ahead` returned."""
         assert isinstance(self._next, Delivery)
         self._next = replace(self._next, samples=samples)
+
+    def load(self, ids: list[int]) -> Sequence[Any]:
+        """Return samples of the update to come, by their numbers in the data."""
+        assert isinstance(self._source, Shares)
+        share = (ids, {"updates": self._state["updates"] + 1})
+        return self._changed(received(self._source[share]))
+
+    def go_on(self, ids: list[int], state: State) -> None:
+        """Take note of an update that replicas have shared: its samples, and the state after it."""
+        self._before, self._state, self._ahead, self._ids = self._state, state, None, ids
 
     def state_dict(self) -> State:
         """Return where the run stands after the last update that was handed out, as JSON, for any number of ranks."""
@@ -206,12 +231,13 @@ class Shares(Dataset[Delivery]):
         self._samples = cast(View, data.train)
         self._num_updates, self._seed, self._sampler = num_updates, config.run.seed, sampler
         self._is_own, self._is_told = config.data.function is not None, data.is_told
-        self._look_ahead = config.data.look_ahead
+        self._look_ahead, self._config = config.data.look_ahead, config
         self._form: Form | None = None  # of the user's samples, as the first one has it
 
-    def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
-        """Deal by what samples cost from here on; return None, to read again what was read ahead."""
-        self._sampler.cost = cost
+    def deal_by(self, dealing: Dealing, ahead: Ahead | None) -> Ahead | None:
+        """Deal by what was measured from here on; return None, to read again what was read ahead."""
+        tokens = limits_of(self._config, dealing).get("max_microbatch_tokens")
+        self._sampler.deal_by(cost=dealing.cost, max_microbatch_tokens=tokens, speeds=dealing.speeds)
         return None
 
     def start(self) -> State:
@@ -286,12 +312,12 @@ class Streamed(IterableDataset[Delivery]):
     def __init__(self, stream: Stream, ranks: Ranks, num_updates: int | None) -> None:
         self._stream, self._ranks, self._num_updates = stream, ranks, num_updates
         self._state = self.start()  # where iteration starts
-        self._cost: CostModel | None = None
+        self._dealing = Dealing()
         self._latest: StreamUpdate | None = None  # that was read
 
-    def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
-        """Deal by what samples cost from here on; return what was read ahead, dealt anew: reading it takes long."""
-        self._cost = cost
+    def deal_by(self, dealing: Dealing, ahead: Ahead | None) -> Ahead | None:
+        """Deal by what was measured from here on; return what was read ahead, dealt anew: reading it takes long."""
+        self._dealing = dealing
         if ahead is None or self._latest is None:
             return None
         first, rest = ahead
@@ -337,9 +363,12 @@ class Streamed(IterableDataset[Delivery]):
 
     def _delivery(self, update: StreamUpdate, after: State) -> Delivery:
         settings = self._stream.config.update
-        limits = tuple(limits_of(settings).values())
-        is_fixed = bool(settings.same_bits)
-        mine = update.share(self._ranks.dp_rank, self._ranks.dp_degree, self._cost, limits, same_bits=is_fixed)
+        limits = limits_of(self._stream.config, self._dealing)
+        cut = {"max_rows": limits.get("micro_batch_size"), "max_tokens": limits.get("max_microbatch_tokens")}
+        mine = update.share(
+            self._ranks.dp_rank, self._ranks.dp_degree, self._dealing.cost, cut if limits else None,
+            same_bits=bool(settings.same_bits), speeds=self._dealing.speeds,
+        )  # fmt: skip
         return Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
 
 
@@ -348,20 +377,28 @@ def seen_of(state: State) -> Consumed:
     return Consumed(*state.get("seen", (state["updates"],)))
 
 
-def limits_of(update: UpdateConfig) -> dict[str, Any]:
-    """Return the limits of a microbatch by which updates are grouped before they are dealt. Empty: samples are dealt.
+def limits_of(config: Config, dealing: Dealing | None = None) -> dict[str, Any]:
+    """Return the limit of a microbatch by which updates are grouped before they are dealt. Empty: samples are dealt.
 
-    Samples that lie in one row have no padding, and an "auto" limit is not known yet.
+    Samples that lie in one row have no padding. A pipeline pads the same lengths on all data ranks to one shape, so
+    each of them needs samples of all lengths. An "auto" limit is known once it was measured. A sample that is cut is
+    longer than the limit.
     """
-    is_known = update.micro_batch_size is not None or isinstance(update.max_microbatch_tokens, int)
-    keys = ("micro_batch_size", "max_microbatch_tokens") if is_known and not update.one_row else ()
-    return {key: getattr(update, key) for key in keys}
+    update = config.update
+    if update.one_row or update.long_samples is not None or config.parallel.pp > 1:
+        return {}
+    if update.micro_batch_size is not None:
+        return {"micro_batch_size": update.micro_batch_size}
+    tokens = update.max_microbatch_tokens
+    if not isinstance(tokens, int):
+        tokens = None if dealing is None else dealing.max_microbatch_tokens
+    return {} if tokens is None else {"max_microbatch_tokens": tokens}
 
 
-def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
+def sampler_of(data: Data, config: Config, ranks: Ranks, kind: type[Sampler] = UpdateSampler) -> Sampler:
     """Return what deals the samples that can be had by number."""
-    size, limits = config.update.global_batch_size, limits_of(config.update)
-    return UpdateSampler(
+    size, limits = config.update.global_batch_size, limits_of(config)
+    return kind(
         cast(View, data.train).lengths.tolist(),
         same_bits=bool(config.update.same_bits),
         **limits,

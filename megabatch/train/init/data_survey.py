@@ -17,13 +17,17 @@ PAIRS = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"),
     ("instruction", "response"), ("query", "response"), ("input", "output"),
 )  # fmt: skip
+CONTEXTS = ("input", "context")  # texts that follow the prompt of a pair, as in Alpaca and Dolly
+RESPONSES = tuple(dict.fromkeys(response for _, response in PAIRS))
 TEXTS = ("text", "content", "document", "body", "sentence", "review", "comment", "message", "tweet")
 LABELS = ("label", "labels", "class", "category", "target", "sentiment")
 
+SOURCE_FIELDS = ("text_field", "label_field", "prompt_field", "response_field")  # that the user may state
 MAX_LABELS = 100
 MAX_SAMPLE_TOKENS = 4096  # positions of the small model
 FEW_FILES = 40  # of which a tenth is too little to evaluate on: their lines are the documents
 ROWS_AT_ONCE = 1000  # between two signs of progress
+MIN_TEXT = 20  # characters on average of a field that is guessed to be the text
 
 MIN_UPDATES = 100  # below, nothing is learned that a page could show
 MAX_UPDATES = 2000  # of a first run
@@ -35,7 +39,8 @@ NUM_HELD_OUT = 64  # eval.num_samples; at most a tenth of the data
 class Survey:
     """Findings in the data: fields, lengths and labels."""
 
-    keys: dict[str, str]  # of [data]: path, its kind and the fields
+    keys: dict[str, Any]  # of [data]: path, its kind and the fields
+    guesses: list[str] = field(default_factory=list[str])  # fields whose names say nothing, with the reason
     unread: list[str] = field(default_factory=list[str])  # other fields of the first row
     lengths: "array[int]" = field(default_factory=lambda: array("q"))  # bytes of each sample, with its end
     labels: Counter[str] = field(default_factory=Counter[str])  # empty: no classification
@@ -60,26 +65,32 @@ class Size:
         return 20 if self.num_updates is None else max(least, min(most, self.num_updates // part // 5 * 5))
 
 
-def survey(path: str, task: str | None, advance: Callable[[int], None]) -> Survey:
+def survey(
+    path: str, task: str | None, advance: Callable[[int], None], stated: Mapping[str, str] | None = None
+) -> Survey:
     """Read all rows. Raises `MegabatchError` where there is none, or none of its fields is known.
 
     Args:
         path: A file, files or a folder.
         task: "language", "classification", or None: by the fields of the first row.
         advance: Called with a number of rows that were read.
+        stated: Fields that the user names, by the recipe's keys for them.
     """
     files = find_files(SourceConfig(path=path), "data")
     rows = rows_of(SourceConfig.model_validate(source_keys(path, files)), "data")  # as the recipe will name it
     found, measure, num_broken, first_broken = None, None, 0, ""
     while chunk := list(islice(rows, ROWS_AT_ONCE)):
         advance(len(chunk))
+        good = [row for row in chunk if isinstance(row, Row)]
+        if found is None and good:
+            guesses = list[str]()
+            keys = stated_keys(good, stated, task) if stated else field_keys(good, task, guesses)
+            found = Survey({**source_keys(path, files), **keys}, guesses)
+            found.max_labels = sys.maxsize if task or "label_field" in (stated or {}) else MAX_LABELS
+            read = fields_in(keys)
+            found.unread = [name for name in good[0].fields if name not in read]
+            measure = measure_of(keys)
         for row in chunk:
-            if found is None and isinstance(row, Row):
-                keys = field_keys(row, task)
-                found = Survey({**source_keys(path, files), **keys})
-                found.max_labels = MAX_LABELS if task is None else sys.maxsize
-                found.unread = [name for name in row.fields if name not in keys.values()]
-                measure = measure_of(keys)
             problem = str(row) if isinstance(row, BrokenRowError) else add_row(found, measure, row)
             if problem:
                 num_broken, first_broken = num_broken + 1, first_broken or problem
@@ -90,7 +101,7 @@ def survey(path: str, task: str | None, advance: Callable[[int], None]) -> Surve
         )
     found.num_broken, found.first_broken = num_broken, first_broken
     are_classes = 2 <= len(found.labels) <= min(MAX_LABELS, len(found.lengths) // 5)  # of several rows on average
-    if "label_field" in found.keys and task is None and not are_classes:
+    if "label_field" in found.keys and task is None and "label_field" not in (stated or {}) and not are_classes:
         found.unread.append(found.keys.pop("label_field"))
     return found
 
@@ -105,40 +116,127 @@ def source_keys(path: str, files: SourceFiles) -> dict[str, str]:
     return {"path": path} if kind is None else {"path": path, "source": kind}
 
 
-def field_keys(row: Row, task: str | None) -> dict[str, str]:
-    """Return the keys that name the fields of a chat, a prompt and its response, or text and label; the first found."""
-    fields = row.fields
+def fields_in(keys: Mapping[str, Any]) -> list[str]:
+    """Return the fields that the keys of a recipe name."""
+    values = [value for key, value in keys.items() if key.endswith("_field")]
+    return [name for value in values for name in ([value] if isinstance(value, str) else value)]
+
+
+def stated_keys(rows: list[Row], stated: Mapping[str, str], task: str | None) -> dict[str, Any]:
+    """Return the keys for the fields that the user names, and for the one that goes with them."""
+    row, keys = rows[0], dict[str, Any](stated)
+    kinds = {"prompt_field", "response_field"} & {*keys}, {"text_field", "label_field"} & {*keys}
+    if all(kinds):
+        raise MegabatchError(
+            f"{' and '.join(map(option_of, keys))} are given, and rows are read as a prompt and its response, or as a "
+            "text and its label; give the options of one"
+        )
+    if task == "classification" and kinds[0]:
+        raise MegabatchError(
+            f"{' and '.join(map(option_of, keys))} is given with --task classification; give --text-field and "
+            "--label-field"
+        )
+    prompt = keys.get("prompt_field")
+    if prompt is not None and prompt not in row.fields and "," in prompt:
+        keys["prompt_field"] = [name.strip() for name in prompt.split(",")]
+    for key in stated:
+        for name in [keys[key]] if isinstance(keys[key], str) else keys[key]:
+            if name not in row.fields:
+                raise MegabatchError(
+                    f"{option_of(key)} is {name!r}, and {row.name} has the fields {names_text(row)}; name one of them"
+                )
+    partners = {"prompt_field": ("response_field", RESPONSES), "label_field": ("text_field", TEXTS)}
+    partners["response_field"] = ("prompt_field", tuple(prompt for prompt, _ in PAIRS))
+    for key in stated:
+        partner, usual = partners.get(key, (key, ()))
+        if partner not in keys:
+            keys[partner] = other_field(row, keys, usual, key, partner)
+    return {key: keys[key] for key in SOURCE_FIELDS if key in keys}
+
+
+def other_field(row: Row, keys: Mapping[str, Any], usual: tuple[str, ...], key: str, partner: str) -> str:
+    """Return the field that goes with a stated one: one of the usual names, or the only other text."""
+    texts = [name for name, value in row.fields.items() if isinstance(value, str) and name not in fields_in(keys)]
+    found = next((name for name in usual if name in texts), texts[0] if len(texts) == 1 else None)
+    if found is None:
+        raise MegabatchError(
+            f"{option_of(key)} is {keys[key]!r}, and the fields of {row.name} are {names_text(row)}; give "
+            f"{option_of(partner)} too"
+        )
+    return found
+
+
+def option_of(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def names_text(row: Row) -> str:
+    return ", ".join(map(repr, [*row.fields][:12])) or "none"
+
+
+def field_keys(rows: list[Row], task: str | None, guesses: list[str]) -> dict[str, Any]:
+    """Return the keys that name the fields of a chat, a prompt and its response, or text and label; the first found.
+
+    Args:
+        rows: The first rows. The names of the first one's fields decide, and where they say nothing, the values.
+        task: As in `survey`.
+        guesses: The reason of each guess by values is added to it.
+    """
+    row, fields = rows[0], rows[0].fields
     for name in CHATS if task is None or task == "language" else ():
         turns = fields.get(name)
-        if isinstance(turns, list) and turns and all(isinstance(each, dict) for each in turns):
+        if isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns):
             return {"messages_field": name}
     for prompt, response in PAIRS if task is None or task == "language" else ():
         if isinstance(fields.get(prompt), str) and isinstance(fields.get(response), str):
-            return {"prompt_field": prompt, "response_field": response}
+            contexts = [name for name in CONTEXTS if isinstance(fields.get(name), str) and name != prompt]
+            return {"prompt_field": [prompt, *contexts] if contexts else prompt, "response_field": response}
     texts = [name for name, value in fields.items() if isinstance(value, str)]
     label = next((name for name in LABELS if isinstance(fields.get(name), str | int)), None)
     rest = [name for name in texts if name != label]
     text = next((name for name in TEXTS if name in rest), rest[0] if len(rest) == 1 else None)
+    if text is None and (text := guess_text(rows, rest)) is not None:
+        guesses.append(f"text_field = {text} is guessed: it has the longest texts")
+    if label is None and task == "classification" and (label := guess_label(rows, text)) is not None:
+        guesses.append(f"label_field = {label} is guessed: it has the fewest values")
     if text is not None and label is not None and task != "language":
         return {"text_field": text, "label_field": label}
     if text is not None and task != "classification":
         return {"text_field": text}
-    names = ", ".join(map(repr, [*fields][:12])) or "none"
     wanted = "a text and its label" if task == "classification" else "text, a prompt and its response, or messages"
     raise MegabatchError(
-        f"{row.name} has the fields {names}, of which none is known as {wanted}; rename them, or begin with "
-        "recipes/gsm8k.toml, which names its fields"
+        f"{row.name} has the fields {names_text(row)}, of which none is known as {wanted}; name them: --text-field "
+        "(and --label-field), or --prompt-field and --response-field"
     )
 
 
-def measure_of(keys: Mapping[str, str]) -> Callable[[Mapping[str, Any]], int]:
+def guess_text(rows: list[Row], names: list[str]) -> str | None:
+    """Return the field whose texts are the longest by far; None where there is none."""
+    sums = {name: sum(len(str(row.fields.get(name, ""))) for row in rows) for name in names}
+    longest = max(sums, key=lambda name: sums[name], default="")
+    others = [size for name, size in sums.items() if name != longest]
+    if not longest or sums[longest] < MIN_TEXT * len(rows) or sums[longest] < 2 * max(others, default=0):
+        return None
+    return longest
+
+
+def guess_label(rows: list[Row], text: str | None) -> str | None:
+    """Return the field with the fewest values, of several rows each on average; None where there is none."""
+    names = [name for name, value in rows[0].fields.items() if isinstance(value, str | int) and name != text]
+    counts = {name: len({str(row.fields.get(name, "")) for row in rows}) for name in names}
+    few = {name: count for name, count in counts.items() if 2 <= count <= min(MAX_LABELS, len(rows) // 5)}
+    return min(few, key=lambda name: few[name], default=None)
+
+
+def measure_of(keys: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], int]:
     """Return a function of a row's fields: the bytes of the sample, 0 if nothing can be learned from it."""
     if "messages_field" in keys:
         return lambda fields: chat_bytes(fields.get(keys["messages_field"]))
-    *given, learned = [value for key, value in keys.items() if key.endswith("_field") and key != "label_field"]
+    *given, learned = fields_in({key: value for key, value in keys.items() if key != "label_field"})
 
     def measure(fields: Mapping[str, Any]) -> int:
-        texts = [fields.get(name) for name in (*given, learned)]
+        contexts = [fields[name] for name in given[1:] if fields.get(name)]
+        texts = [*(fields.get(name) for name in given[:1]), *contexts, fields.get(learned)]
         if not texts[-1] or not all(isinstance(text, str) for text in texts):
             return 0
         return sum(len(str(text).encode("utf-8", "replace")) for text in texts) + 1
@@ -163,8 +261,7 @@ def add_row(found: Survey | None, measure: Callable[[Mapping[str, Any]], int] | 
     length = measure(row.fields)
     label = str(row.fields.get(found.keys.get("label_field", ""), "")).strip()
     if not length or ("label_field" in found.keys and not label):
-        fields = [field for key, field in found.keys.items() if key.endswith("_field")]
-        return f"{row.name} has nothing in one of the fields {', '.join(fields)}"
+        return f"{row.name} has nothing in one of the fields {', '.join(fields_in(found.keys))}"
     found.lengths.append(length)
     if label and len(found.labels) <= found.max_labels:
         found.labels[label] += 1
@@ -173,12 +270,12 @@ def add_row(found: Survey | None, measure: Callable[[Mapping[str, Any]], int] | 
 
 def size_of(found: Survey, *, on_cpu: bool, bytes_per_token: float = 1.0) -> Size:
     """Return the sizes of a first run: at least 100 updates, few epochs, minutes on a CPU."""
-    lengths = [int(each / bytes_per_token) + 1 for each in found.lengths]  # [N] tokens
+    lengths = [int(length / bytes_per_token) + 1 for length in found.lengths]  # [N] tokens
     is_text = "text_field" in found.keys and "label_field" not in found.keys
     num_held_out = min(NUM_HELD_OUT, len(lengths) // 10)
     train_share = 1 - num_held_out / len(lengths)
     num_tokens, num_units, pack_tokens = sum(lengths) * train_share, len(lengths) - num_held_out, None
-    num_long = 0 if "label_field" in found.keys else sum(each > MAX_SAMPLE_TOKENS for each in lengths)
+    num_long = 0 if "label_field" in found.keys else sum(length > MAX_SAMPLE_TOKENS for length in lengths)
     if is_text and (num_long or num_tokens / 1024 >= 32 * MIN_UPDATES):
         pack_tokens = next((each for each in (1024, 512, 256) if num_tokens / each >= 8 * MIN_UPDATES), 256)
         num_units, num_long = max(1, int(num_tokens / pack_tokens)), 0

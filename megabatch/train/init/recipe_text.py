@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import tomli_w
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.sources import HUB_ID, expanded, find_files
-from megabatch.train.init.data_survey import MAX_SAMPLE_TOKENS, NUM_HELD_OUT, Size, Survey, size_of, survey
+from megabatch.train.init.data_survey import (
+    MAX_SAMPLE_TOKENS,
+    NUM_HELD_OUT,
+    Size,
+    Survey,
+    option_of,
+    size_of,
+    survey,
+)
 from megabatch.train.init.hardware import Hardware, read_hardware, seen_hardware
 from megabatch.train.runtime.console import Console, print_line
 from megabatch.train.runtime.files import write_new
@@ -75,15 +84,26 @@ PARALLEL = """
 """
 
 
-def write_recipe(file: Path, model: str, data: str, task: str | None, hardware: str | None) -> None:
+def write_recipe(
+    file: Path, model: str, data: str, task: str | None, hardware: str | None, **fields: str | None
+) -> None:
     """Write a recipe for what `megabatch init` was asked for, and print what to do with it.
+
+    Args:
+        file: The file to write.
+        model: "small", a name of the hub or a folder.
+        data: "stdlib", files, a folder or a name of the hub.
+        task: "language", "classification", or None: by the fields.
+        hardware: As `read_hardware` reads it; None: what this machine has.
+        fields: Fields that the user names, by the recipe's keys for them.
 
     Raises `MegabatchError`, with nothing written, for a bad argument and for a file that exists.
     """
     if file.exists():
         raise MegabatchError(f"{file} is there already, and nothing is overwritten; give another FILE")
     machine = read_hardware(hardware or seen_hardware())
-    name, found = read_model(model), look(data, task)
+    stated = {key: name for key, name in fields.items() if name is not None}
+    name, found = read_model(model), look(data, task, stated)
     size = Size()
     if found.lengths:
         size = size_of(found, on_cpu=machine.device == "cpu", bytes_per_token=1 if name is None else 4)
@@ -117,14 +137,25 @@ def read_model(text: str) -> str | None:
     return text
 
 
-def look(data: str, task: str | None) -> Survey:
+def look(data: str, task: str | None, stated: Mapping[str, str] | None = None) -> Survey:
     """Read the data where they are here; of the hub and of the standard library only the name is known."""
+    stated = stated or {}
     if data == "stdlib":
+        if stated:
+            raise MegabatchError(
+                f"{' and '.join(map(option_of, stated))} is given, and --data is stdlib, whose fields are known; leave "
+                "it out, or name your data"
+            )
         return Survey({"source": data})
     if find_files(SourceConfig(path=data), "data").kind == "hub":
-        return Survey({"path": data})
+        if "label_field" in stated:
+            raise MegabatchError(
+                f"--label-field is given, and the labels of {data!r} are not known before it is read; save it with "
+                "save_to_disk, and name that folder"
+            )
+        return Survey({"path": data, **stated})
     with Console(enabled=True, loss_digits=4).progress(f"reading {data}", None, "rows") as advance:
-        return survey(data, task, advance)
+        return survey(data, task, advance, stated)
 
 
 def found_lines(found: Survey, size: Size) -> list[str]:
@@ -133,6 +164,11 @@ def found_lines(found: Survey, size: Size) -> list[str]:
         return []
     count, lengths = len(found.lengths), found.lengths
     lines = [f"{count:,} samples of {sum(lengths) / count:,.0f} bytes on average, {max(lengths):,} at most"]
+    read = [f"{key} = {field_text(found.keys[key])}" for key in found.keys if key.endswith("_field")]
+    lines.append(f"read: {', '.join(read)}")
+    if found.guesses:
+        options = "--text-field, --label-field, --prompt-field and --response-field"
+        lines.append(f"{'; '.join(found.guesses)}; {options} name others")
     if "label_field" in found.keys:
         lines.append(f"labels: {', '.join(f'{label} ({number:,})' for label, number in found.labels.most_common(12))}")
     if found.unread:
@@ -146,6 +182,10 @@ def found_lines(found: Survey, size: Size) -> list[str]:
     if count < 10:
         lines.append("no sample is held out of fewer than ten, so that nothing says how well others are predicted")
     return lines
+
+
+def field_text(field: str | list[str]) -> str:
+    return field if isinstance(field, str) else " + ".join(field)
 
 
 def _count(number: int, noun: str) -> str:
@@ -196,7 +236,7 @@ def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardwar
 
 def data_text(model: str | None, found: Survey, size: Size) -> str:
     """Return the lines of [data]."""
-    lines = tomli_w.dumps(found.keys).splitlines()
+    lines = [line for key, value in found.keys.items() for line in toml_lines(key, value)]
     if "source" in found.keys and "path" in found.keys:
         kinds = {"text": "a line is a document; documents: a file", "documents": "a file is a document; text: a line"}
         lines[1] += f" # {kinds[found.keys['source']]}"
@@ -212,6 +252,13 @@ def data_text(model: str | None, found: Survey, size: Size) -> str:
         left = f": {size.num_long:,} of {len(found.lengths):,}" if size.num_long else ""
         lines.append(f"max_sample_tokens = {MAX_SAMPLE_TOKENS} # longer samples are left out, and counted{left}")
     return "\n".join(lines) + "\n"
+
+
+def toml_lines(key: str, value: str | list[str]) -> list[str]:
+    """Return a key as TOML; a list in one line."""
+    if isinstance(value, str):
+        return tomli_w.dumps({key: value}).splitlines()
+    return [f"{key} = {json.dumps(value, ensure_ascii=False)} # joined by newlines, without those that are empty"]
 
 
 def classifier_text(model: str | None, found: Survey) -> str:
@@ -256,6 +303,7 @@ def next_commands(file: str, hardware: Hardware) -> str:
     on_all = f"torchrun --nproc-per-node {hardware.per_node} -m " if hardware.per_node > 1 else ""
     device = "" if hardware.device == "gpu" else f" --device {hardware.device}"
     lines = {
+        f"megabatch show {shlex.quote(file)}": "the first samples as text, what is learned of them, what is left out",
         launch_command(file, hardware): "train",
         f"{on_all}megabatch verify {shlex.quote(file)}": "the gradient of microbatches against that of the whole batch",
         f"megabatch plan {shlex.quote(file)} --world {hardware.per_node * hardware.num_nodes}{device}": "what fits",

@@ -60,7 +60,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> str:
 
 def num_parameters(model: nn.Module) -> tuple[int, int]:
     """Return how many numbers the parameters stand for, of all and of those that are trained."""
-    sizes = [(shape_of(each).numel(), each.requires_grad) for each in model.parameters()]
+    sizes = [(shape_of(parameter).numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 

@@ -28,7 +28,7 @@ from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.contradictions import check_config, given
-from megabatch.train.model.adapters import begun, choose_trained, left_out
+from megabatch.train.model.adapters import begun, choose_trained, left_out, num_parameters
 from megabatch.train.model.architecture import (
     architecture_of,
     check_attention,
@@ -51,6 +51,7 @@ from megabatch.train.model.weights import (
 )
 from megabatch.train.parallel.pipeline_stages import Stages, pipeline, stages_of, stages_text
 from megabatch.train.parallel.tensor_parallel import NO_BORDERS, plain_terms, spread
+from megabatch.train.parallel.utilization import UNKNOWN, Utilization, arithmetic_of, utilization_of
 from megabatch.train.parallel.wrap import (
     WrapperChoice,
     accumulation_of,
@@ -59,6 +60,7 @@ from megabatch.train.parallel.wrap import (
     check_attention_is_causal,
     choose_wrapper,
     computing,
+    computing_dtype,
     distribute,
     is_pipeline,
     policy_of,
@@ -93,6 +95,7 @@ class ParallelModel:
     words: list[str]  # what was made and how, a line each
     warnings: list[str]  # what nobody should overlook
     identity: dict[str, object]  # json: what makes it another model
+    utilization: Utilization = UNKNOWN
     loss_parallel: bool = False  # whether the loss gets logits that are cut by the vocabulary
     left_out: Collection[str] = ()  # names of the parameters that checkpoints do not have
     container: nn.Module | None = None  # of several models, as the loss gets them: a ModuleList or a ModuleDict
@@ -118,14 +121,20 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
         bitsandbytes()  # or one line that it is not installed
     check_attention(config.model, ranks.device)
     source, wrapper = choose_source(config, ranks, longest_tokens, tokenizer)
+    size = f"{num_parameters(source.model)[0]:,} parameters"
     source = quantized(source, config, wrapper)
     base = source.model
     precision = precision_text(config.model, wrapper.casts_as, accumulation_of(config.update))
-    words = [source.text, *prepare(base, config.model, config.update.shapes), precision]
+    words = [f"{size}: {source.text}", *prepare(base, config.model, config.update.shapes), precision]
+    arithmetic = arithmetic_of(base) if config.model.quantize is None else "model.quantize is not counted"
+    utilization = utilization_of(arithmetic, ranks.device, computing_dtype(config.model))
+    words.append(utilization.words if utilization.peak is None else f"MFU: of {utilization.words}")
     if config.model.lora is not None:
         source = begun(source, config.model, config.run.seed)
     is_split = ranks.layout.tp > 1 or ranks.layout.cp > 1 or ranks.layout.pp > 1  # a rank sees parts of a sample
-    if config.model.keyed_dropout and not (is_split or config.model.compile or config.update.one_row):
+    update = config.update
+    has_own_rows = not (is_split or config.model.compile or update.one_row or update.long_samples)
+    if config.model.keyed_dropout and has_own_rows:
         key_dropouts(base)
     identity, unsaved = identity_of(base), left_out(base, config.model)
     stages = stages_of(base, config, wrapper, ranks, lambda: outline(config.model, cast(Any, base).config))
@@ -157,7 +166,7 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
         container = run
     model = run if container is None else models_of(container)
     cuts_logits = config.parallel.loss_parallel
-    return ParallelModel(model, base, wrapper, words, warnings, identity, cuts_logits, unsaved, container)
+    return ParallelModel(model, base, wrapper, words, warnings, identity, utilization, cuts_logits, unsaved, container)
 
 
 def replicated(several: nn.Module) -> nn.Module:
@@ -215,15 +224,25 @@ def lay(
 
 
 def divide(
-    model: nn.Module, config: Config, wrapper: WrapperChoice, mesh: DeviceMesh, stages: Stages | None
-) -> list[str]:
-    """Cut the model along tp, then shard or copy it along the data axes. Return descriptions."""
+    model: nn.Module, config: Config, wrapper: WrapperChoice, mesh: DeviceMesh, stages: Stages | None,
+    exchange: str = "all_to_all",
+) -> list[str]:  # fmt: skip
+    """Cut the model along tp, then shard or copy it along the data axes. Return descriptions.
+
+    ``exchange`` is the name of transformers' way to bring tokens to experts on other ranks.
+    """
     modules: list[tuple[nn.Module, list[nn.Module]]] = [
         (module, list(blocks_of(module).values()))
         for module in (models_of(model) if stages is None else stages.modules)
     ]
     axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
-    words = [f"mesh: {' x '.join(f'{axis} {degree}' for axis, degree in axes)}"]
+    words = [f"mesh: {' x '.join(f'{axis} {degree}' for axis, degree in axes if (axis, degree) != ('tp', 1))}"]
+    if config.parallel.ep > 1:
+        from megabatch.train.parallel.expert_ranks import deal_experts  # not every transformers has it
+
+        experts = deal_experts(model, mesh, exchange)
+        modules = [(model, [*experts, *blocks]) for _, blocks in modules]
+        words.append(f"experts of {len(experts)} layers are dealt out over {config.parallel.ep} ranks")
     if stages is not None:
         words.append(stages_text(config.parallel))
     if config.parallel.tp > 1:
@@ -405,7 +424,7 @@ def vocab_size_of(model: nn.Module) -> int:
 
 def config_of(model: nn.Module) -> PreTrainedConfig:
     """Return the config of a model, or of a pipeline's stages."""
-    return next(each.config for each in model.modules() if isinstance(each, PreTrainedModel))
+    return next(module.config for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 @torch.no_grad()

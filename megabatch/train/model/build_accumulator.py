@@ -2,15 +2,17 @@
 
 import contextlib
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch import GradientAccumulator
-from megabatch.batching import OneRow
+from megabatch import Extension, GradientAccumulator
+from megabatch.batching import InsideSamples, OneRow
 from megabatch.errors import PlanError
+from megabatch.planners import Auto, Rows, SameBits, Shapes, Tokens
 from megabatch.planning import TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import read_bytes
@@ -19,11 +21,14 @@ from megabatch.train.runtime.oom_limit import load_oom_limit
 
 KEYS = {  # the library's name of a setting → the recipe's
     "memory_bytes": "update.memory",
+    "Shapes": "update.shapes",
+    "SameBits": "update.same_bits",
     "OneRow": "update.one_row",
+    "InsideSamples": "update.long_samples",
     **{
         name: f"update.{name}"
         for name in (
-            "cost", "shapes", "sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype", "same_bits",
+            "cost", "sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype",
         )
     },
 }  # fmt: skip
@@ -31,7 +36,10 @@ NAMED = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, KEYS))})(?!\w)")
 
 
 def build_accumulator(
-    model: nn.Module | list[nn.Module], config: Config, limit: TunedLimit | None
+    model: nn.Module | list[nn.Module],
+    config: Config,
+    limit: TunedLimit | None,
+    extensions: Sequence[Extension] = (),
 ) -> GradientAccumulator:
     """Build the accumulator of a wrapped model. Collective.
 
@@ -39,6 +47,7 @@ def build_accumulator(
         model: The wrapped model, or several.
         config: The recipe.
         limit: The measured limit of a microbatch, if the recipe leaves it open.
+        extensions: Of the accumulator.
 
     Raises:
         PlanError: with the recipe's names, for settings that this model cannot have.
@@ -46,15 +55,11 @@ def build_accumulator(
     with use_recipe_keys(), _autocast_of(model, config):
         gradient = GradientAccumulator(
             model,
-            micro_batch_size=config.update.micro_batch_size,
-            max_microbatch_tokens=config.update.max_microbatch_tokens if limit is None else limit,
-            memory_bytes=memory_bytes_of(config),
-            cost=config.update.cost,
+            planner=planner_of(config, limit),
             sync=config.update.sync,
             accumulate_dtype=accumulation_of(config.update),
-            same_bits=config.update.same_bits,
-            collate=collate_of(config),
-            shapes=config.update.shapes,
+            batching=batching_of(config),
+            extensions=extensions,
         )
     gradient.lower_limit(load_oom_limit(config.run))
     return gradient
@@ -68,8 +73,30 @@ def _autocast_of(model: nn.Module | list[nn.Module], config: Config) -> Abstract
     return computing(config.model, name, next(model.parameters()).device)
 
 
-def collate_of(config: Config) -> OneRow | None:
-    """Return the function that collates samples; None pads them."""
+def planner_of(config: Config, fit: TunedLimit | None) -> Rows | Tokens | Auto | Shapes | SameBits:
+    """Return the planner of a recipe. ``fit`` is the limit that was measured before, if the recipe leaves it open.
+
+    Raises `PlanError` for a recipe with two limits.
+    """
+    update = config.update
+    rows, tokens = update.micro_batch_size, update.max_microbatch_tokens
+    if rows is not None and tokens is not None:
+        raise PlanError("both of micro_batch_size and max_microbatch_tokens are given; leave one of the two out")
+    if rows is not None:
+        limit = Rows(rows, update.cost)
+    elif isinstance(tokens, int):
+        limit = Tokens(tokens, update.cost)
+    else:
+        limit = Auto(memory_bytes_of(config), fit)
+    if update.same_bits:
+        return SameBits(cast(Rows | Tokens, limit))
+    return limit if update.shapes is None else Shapes(update.shapes, limit)
+
+
+def batching_of(config: Config) -> OneRow | InsideSamples | None:
+    """Return what makes microbatches of samples; None pads them."""
+    if config.update.long_samples == "cut":
+        return InsideSamples()
     return OneRow() if config.update.one_row else None
 
 
@@ -84,4 +111,5 @@ def use_recipe_keys() -> Generator[None]:
     try:
         yield
     except PlanError as error:
-        raise PlanError(NAMED.sub(lambda found: KEYS[found[1]], str(error))) from error
+        message = re.sub(r"\bShapes\((\d+)\)", r"update.shapes=\1", str(error))
+        raise PlanError(NAMED.sub(lambda found: KEYS[found[1]], message)) from error

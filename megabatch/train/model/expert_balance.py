@@ -70,7 +70,7 @@ def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None
             raise MegabatchError("model.experts.bias_name is set and model.experts.bias_rate is not; leave it out")
         return
     said = f"model.experts.bias_rate is {experts.bias_rate:g}"
-    if not any(isinstance(getattr(each, experts.bias_name, None), torch.Tensor) for each in model.modules()):
+    if not any(isinstance(getattr(module, experts.bias_name, None), torch.Tensor) for module in model.modules()):
         raise MegabatchError(
             f"{said} and no module of the model has a tensor {experts.bias_name!r}; set model.experts.bias_name, or "
             "leave bias_rate out"

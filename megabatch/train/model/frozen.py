@@ -201,7 +201,7 @@ def sum_of_bits(weight: Tensor, ranks: Ranks) -> int:
 
 def sum_of(tensors: Iterable[Tensor]) -> int:
     """Return the sum of all of their numbers, each read as an integer."""
-    read = (each.detach().contiguous().view(BITS[each.element_size()]).flatten() for each in tensors)
+    read = (tensor.detach().contiguous().view(BITS[tensor.element_size()]).flatten() for tensor in tensors)
     return sum(int(part.sum(dtype=torch.int64)) for each in read for part in each.split(SLICE))
 
 

@@ -86,7 +86,7 @@ def key_dropouts(model: nn.Module) -> None:
 
 def keys_of(model: nn.Module) -> SampleKeys | None:
     """Return the keys that the dropout of a model goes by; None for a model without such dropout."""
-    return next((each.keys for each in model.modules() if isinstance(each, KeyedDropout)), None)
+    return next((module.keys for module in model.modules() if isinstance(module, KeyedDropout)), None)
 
 
 def with_keys(loss_fn: Any, keys: SampleKeys) -> Any:

@@ -225,7 +225,7 @@ def too_small_steps(optimizer: optim.Optimizer, config: OptimConfig) -> list[str
         return []
     dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     weights = [parameter for parameter in trained if parameter.dtype == dtype]
-    here = [(each.to_local() if isinstance(each, DTensor) else each).detach().reshape(-1) for each in weights]
+    here = [(weight.to_local() if isinstance(weight, DTensor) else weight).detach().reshape(-1) for weight in weights]
     every = sum(map(len, here)) // NUM_LOOKED_AT + 1
     median = float(torch.cat([each[::every] for each in here]).float().abs().median()) if any(map(len, here)) else 0.0
     is_known = 0 < median < math.inf
@@ -380,7 +380,8 @@ def kinds_of_tensors(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the smallest parameter of each layout, type and kind."""
     smallest: dict[object, Tensor] = {}
     for parameter in sorted(parameters, key=lambda parameter: parameter.numel()):
-        key = (isinstance(parameter, DTensor), parameter.dtype, parameter.device, parameter.ndim < 2)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # experts have one of their own
+        key = (mesh, parameter.dtype, parameter.device, parameter.ndim < 2)
         smallest.setdefault(key, parameter)
     return list(smallest.values())
 

@@ -1,1 +1,1 @@
-"""Parallel: a model over ranks: DDP and FSDP2, tensor parallelism, pipeline stages, and the dtypes it computes in."""
+"""Parallel: a model over ranks: DDP and FSDP2, tensor parallelism, pipeline stages, dtypes, MFU."""

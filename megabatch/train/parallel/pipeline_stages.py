@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.parallel.tensor_parallel import Borders
-from megabatch.train.parallel.wrap import WrapperChoice, boundary_dtype, is_mixed
+from megabatch.train.parallel.wrap import WrapperChoice, boundary_dtype, is_mixed, untested_kind
 from megabatch.train.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -141,9 +141,7 @@ def filled_up(parallel: ParallelConfig, num_microbatches: int) -> int:
 
 def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
     """Raise for a model whose stages would not compute together what it does."""
-    family = getattr(getattr(model, "config", None), "model_type", None)
-    if not isinstance(model, PreTrainedModel) or family not in ANATOMIES:
-        kind = type(model).__name__ if family is None else f"model of type {family}"
+    if kind := untested_kind(model, ANATOMIES):
         raise MegabatchError(
             f"parallel.pp is {parallel.pp} and megabatch cannot cut a {kind} into stages; leave parallel.pp out, "
             f"or take one of {', '.join(ANATOMIES)}"
@@ -240,7 +238,7 @@ def pipeline(
     modules: list[nn.Module] = list(stages.modules)
     if wrapper.name == "ddp":
         group = mesh.get_group("dp_replicate")
-        modules = [ddp(each, process_group=group) for each in modules]
+        modules = [ddp(module, process_group=group) for module in modules]
     architecture, dtype = stages.model.config, boundary_dtype(config.model)
     # The first stage has it, and the last one where its head is tied.
     embedding: nn.Parameter | None = getattr(stages.model.get_input_embeddings(), "weight", None)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.train.parallel.wrap import blocks_of
+from megabatch.train.parallel.wrap import blocks_of, untested_kind
 from megabatch.train.runtime.plugins import in_place_of
 
 FAMILIES = (  # whose gradients are compared with the plain model's
@@ -170,16 +170,15 @@ def spread(
 
 def plan_of(model: nn.Module) -> dict[str, str]:
     """Return the plan by patterns of module names. Raises `MegabatchError` for a model without one."""
-    family = getattr(getattr(model, "config", None), "model_type", None)
-    if not isinstance(model, PreTrainedModel) or family not in FAMILIES:
-        kind = type(model).__name__ if family is None else f"model of type {family}"
+    if kind := untested_kind(model, FAMILIES):
         raise MegabatchError(
             f"parallel.tp is above 1 and no plan for a {kind} is known to be exact; "
             f"leave parallel.tp out, or take one of {', '.join(FAMILIES)}"
         )
-    if family == "gpt2":
+    config = cast(Any, model.config)
+    if config.model_type == "gpt2":
         return GPT2_PLAN
-    base: dict[str, str] = cast(Any, model.config).base_model_tp_plan
+    base: dict[str, str] = config.base_model_tp_plan
     head: dict[str, str] = cast(Any, type(model))._tp_plan
     return {f"{model.base_model_prefix}.{name}": entry for name, entry in base.items()} | head
 
@@ -278,7 +277,7 @@ def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(parameter, []).append((module, name))
-    return [each for each in places.values() if len(each) > 1]
+    return [shared_places for shared_places in places.values() if len(shared_places) > 1]
 
 
 def parent_of(name: str) -> str:

@@ -2,9 +2,10 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface, PreTrainedModel
 
 from megabatch.batching import context_parallel
@@ -34,6 +36,8 @@ CONTEXT_FAMILIES = (
     "smollm3",
 )  # tested against uncut runs
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others look at the longest position, which ranks do not share
+NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # keys of configs
+DISPATCHING = "ep_dispatch_experts"  # entry of a plan: a module that sends tokens to its experts
 NOT_KNOWN = ("sliding_window", "softcap", "position_bias", "s_aux")  # what changes attention beyond order and documents
 
 
@@ -75,6 +79,8 @@ def suited(num_ranks: int, model: nn.Module, layout: Layout) -> WrapperChoice:
         return WrapperChoice("plain", "one process")
     if num_ranks == layout.tp * layout.pp:
         return WrapperChoice("plain", "one data rank")
+    if layout.ep > 1:
+        return WrapperChoice("fsdp2", f"parallel.ep is {layout.ep}")
     copies = "ddp" if layout.tp == layout.cp == layout.pp == 1 else "replicate"
     if layout.dp_shard is not None or layout.dp_replicate is not None:
         dp_replicate, dp_shard = layout.data_degrees(None, num_ranks)
@@ -99,33 +105,83 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name and type(module).__name__ in kinds}
 
 
+def untested_kind(model: nn.Module, families: Collection[str]) -> str | None:
+    """Return the kind of a model that is of none of these families of transformers, in words; None for one of them."""
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if isinstance(model, PreTrainedModel) and family in families:
+        return None
+    return type(model).__name__ if family is None else f"model of type {family}"
+
+
+def plan_of_experts(model: nn.Module) -> dict[str, str]:
+    """Return transformers' plan for the experts of a model, by names of modules; {} without one."""
+    named: Any = model
+    return named._expand_parallel_plan(named.ep_plan) if getattr(model, "ep_plan", None) else {}
+
+
+def layers_of_experts(model: nn.Module, plan: Mapping[str, str]) -> list[nn.Module]:
+    """Return the modules of experts by a plan of `plan_of_experts`, a layer each."""
+    return [model.get_submodule(name) for name, entry in plan.items() if entry == DISPATCHING]
+
+
 def distribute(
     model: nn.Module, blocks: Sequence[nn.Module], wrapper: WrapperChoice, policy: MixedPrecisionPolicy,
     mesh: DeviceMesh, *, reshards: bool, offloads: bool = False,
 ) -> None:  # fmt: skip
     """Give each block to FSDP2 or its replicate, then the rest of the model. Collective.
 
-    With ``reshards``, FSDP2 drops the gathered weights of a block after its forward. With ``offloads``, its shards and
-    their gradients are in host memory, pinned where a GPU copies them.
+    A block of experts is sharded over the ranks that hold the same ones. With ``reshards``, FSDP2 drops the gathered
+    weights of a block after its forward. With ``offloads``, its shards and their gradients are in host memory, pinned
+    where a GPU copies them.
     """
-    over = reduced_mesh(wrapper, mesh)
+    dense = reduced_mesh(mesh)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy()
     for module in (*blocks, model):
+        has_experts = holds_experts(module)
+        over = data_mesh(mesh) if has_experts else dense
         if wrapper.name == "fsdp2":
             after = None if reshards else False  # None: as torch does it, the root stays for its backward
-            fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=after, offload_policy=offload)
+            place = partial(place_experts, num_shards=over.shape[-1]) if has_experts else None
+            fully_shard(
+                module, mesh=over, mp_policy=policy, reshard_after_forward=after, offload_policy=offload,
+                shard_placement_fn=place,
+            )  # fmt: skip
         else:
             replicate_with_fsdp.replicate(module, mesh=over, mp_policy=policy)
 
 
-def reduced_mesh(wrapper: WrapperChoice, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of the mesh over which gradients are summed: the data axes, the last of them with cp."""
-    names = mesh.mesh_dim_names or ()
-    axes = [axis for axis in ("dp_replicate", "dp_shard") if axis in names]
-    if "cp" not in names:
-        return mesh[tuple(axes)]
-    joined = mesh[axes[-1], "cp"]._flatten(f"{axes[-1]}_cp")  # pyright: ignore[reportPrivateUsage]
-    return joined if len(axes) == 1 else mesh[axes[0], f"{axes[-1]}_cp"]
+def reduced_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of the mesh over which gradients are summed: the data axes, the last of them with cp or ep."""
+    data = data_mesh(mesh)
+    inner = next((axis for axis in ("cp", "ep") if axis in (mesh.mesh_dim_names or ())), None)
+    if inner is None:
+        return data
+    *outer, last = cast(tuple[str, ...], data.mesh_dim_names)
+    name = f"{last}_{inner}"
+    joined = mesh[last, inner]._flatten(name)  # pyright: ignore[reportPrivateUsage]
+    return mesh[outer[0], name] if outer else joined
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the data axes of the mesh, along which ranks hold the same experts."""
+    axes = [axis for axis in ("dp_replicate", "dp_shard") if axis in (mesh.mesh_dim_names or ())]
+    return mesh[tuple(axes)]
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Return True for a module whose own parameters are experts of this rank."""
+    parameters = module.parameters(recurse=False)
+    return any(
+        isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+        for parameter in parameters
+    )
+
+
+def place_experts(parameter: nn.Parameter, num_shards: int) -> Shard | None:
+    """Return the dim in which a rank's experts are sharded: within each, where ranks cannot get as many of them."""
+    num_experts = len(cast(DTensor, parameter).to_local())
+    cuts_each = num_experts % num_shards > 0 and parameter.shape[1] % num_shards == 0
+    return Shard(1) if cuts_each else None
 
 
 def reshard(model: nn.Module) -> None:
@@ -138,6 +194,11 @@ def reshard(model: nn.Module) -> None:
 def dtype_of(config: ModelConfig) -> torch.dtype:
     """Return the dtype of the parameters."""
     return getattr(torch, config.dtype)
+
+
+def computing_dtype(config: ModelConfig) -> torch.dtype:
+    """Return the dtype of the matrix products."""
+    return getattr(torch, config.compute_dtype or config.dtype)
 
 
 def is_mixed(config: ModelConfig) -> bool:

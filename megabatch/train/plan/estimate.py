@@ -6,7 +6,7 @@ and train something in each layer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,14 @@ from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, Quan
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.optimizer import build_optimizer, groups_of
-from megabatch.train.parallel.wrap import accumulation_of, blocks_of, dtype_of, is_mixed
+from megabatch.train.parallel.wrap import (
+    accumulation_of,
+    blocks_of,
+    dtype_of,
+    is_mixed,
+    layers_of_experts,
+    plan_of_experts,
+)
 from megabatch.train.plan.grid import GATHER_ONCE, Choice
 
 MIN_KEPT = 12  # numbers per token and hidden feature that a layer keeps for the backward; measured layers keep 22
@@ -57,6 +64,24 @@ class PipelineShare:
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """The experts of a model, of which each token goes to a few."""
+
+    num_parameters: int
+    num_unit: int  # of the largest layer
+    num_layers: int  # with experts
+    is_trained: bool
+    num_chosen: int  # of a layer's experts, for each token
+    num_experts: int  # of a layer
+    num_ranks: int = 1  # that share the experts of a layer
+
+    @property
+    def num_idle(self) -> int:
+        """Parameters that a token does not use."""
+        return self.num_parameters - self.num_parameters * self.num_chosen // self.num_experts
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """Sizes of a model on one rank: numbers of parameters, and bytes of one number of each kind."""
 
@@ -87,6 +112,30 @@ class ModelSizes:
     num_key_features: int = 0  # of the keys and values of a token
     offloads: bool = False  # parameters, gradients and states to the host
     pipeline: PipelineShare | None = None
+    experts: ExpertSizes | None = None
+
+    @property
+    def parts(self) -> "list[ModelSizes]":
+        """The sizes by the ranks that gather and reduce them: experts on ranks of their own come apart."""
+        experts = self.experts
+        if experts is None or experts.num_ranks == 1:
+            return [self]
+        num_trained, num_trained_unit = (
+            number * experts.is_trained for number in (experts.num_parameters, experts.num_unit)
+        )
+        dense = replace(
+            self, num_parameters=self.num_parameters - experts.num_parameters,
+            num_unit=self.num_unit - experts.num_unit, num_trained=self.num_trained - num_trained,
+            num_trained_unit=self.num_trained_unit - num_trained_unit, experts=None,
+        )  # fmt: skip
+        ranks = experts.num_ranks
+        apart = replace(
+            self, num_parameters=experts.num_parameters // ranks, num_unit=experts.num_unit // ranks, num_root=0,
+            num_trained=num_trained // ranks, num_trained_unit=num_trained_unit // ranks, num_trained_root=0,
+            num_layers=experts.num_layers, num_kept=min(self.num_kept, experts.num_layers),
+            num_shards=self.num_shards // ranks, experts=None,
+        )  # fmt: skip
+        return [dense, apart]
 
     @property
     def num_gathered(self) -> int:
@@ -148,35 +197,40 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
     """Return the sizes of a model on the meta device, on ``world`` ranks."""
     layers = [_count_parameters(block) for block in blocks_of(model).values()]
     num_parameters, num_trained = _count_parameters(model)
-    in_layers, trained_in_layers = (sum(each[kind] for each in layers) for kind in (0, 1))
+    in_layers, trained_in_layers = (sum(layer[kind] for layer in layers) for kind in (0, 1))
     below = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model  # before the first layer
-    trains_below = any(each.requires_grad for each in below.parameters())
+    trains_below = any(parameter.requires_grad for parameter in below.parameters())
     text = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
     num_hidden: int = getattr(text, "hidden_size", 0)
     dtype, tp = dtype_of(config.model), layout.tp
-    trained_dtype = next((each.dtype for each in model.parameters() if each.requires_grad), dtype)
+    trained_dtype = next((parameter.dtype for parameter in model.parameters() if parameter.requires_grad), dtype)
     computed = torch.bfloat16 if is_mixed(config.model) else dtype
     optimizer = _stepped_optimizer(config, trained_dtype)
-    widened = [each.numel() for each in model.parameters() if each.requires_grad and isinstance(optimizer, LowBits)]
+    widened = [
+        parameter.numel()
+        for parameter in model.parameters()
+        if parameter.requires_grad and isinstance(optimizer, LowBits)
+    ]
     num_copies, num_shards = layout.data_degrees("fsdp2" if wrapped in ("fsdp2", "hsdp") else wrapped, world)
     if wrapped in ("fsdp2", "hsdp"):  # they shard over cp too
         num_shards *= layout.cp
     else:
         num_copies *= layout.cp
+    experts = measure_experts(model, layout.ep)
     num_key_heads: int = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
     head_features: int = getattr(text, "head_dim", None) or num_hidden // max(
         1, getattr(text, "num_attention_heads", 1)
     )
     return ModelSizes(
         num_parameters=num_parameters // tp,
-        num_unit=max((each[0] for each in layers), default=num_parameters) // tp,
+        num_unit=max((layer[0] for layer in layers), default=num_parameters) // tp,
         num_root=(num_parameters - in_layers) // tp,
         num_trained=num_trained // tp,
-        num_trained_unit=max((each[1] for each in layers), default=num_trained) // tp,
+        num_trained_unit=max((layer[1] for layer in layers), default=num_trained) // tp,
         num_trained_root=(num_trained - trained_in_layers) // tp,
         wider_bytes=trained_dtype.itemsize - dtype.itemsize,
         num_layers=len(layers),
-        num_kept=sum(trains_below or any(each[1] for each in layers[:end]) for end in range(1, len(layers) + 1)),
+        num_kept=sum(trains_below or any(layer[1] for layer in layers[:end]) for end in range(1, len(layers) + 1)),
         num_hidden=num_hidden,
         num_vocabulary=getattr(text, "vocab_size", 0),
         parameter_bytes=_parameter_bytes(model, dtype, num_parameters),
@@ -194,6 +248,27 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         num_stretches=layout.cp,
         num_key_features=2 * num_key_heads * head_features,
         offloads=config.parallel.cpu_offload,
+        experts=experts,
+    )
+
+
+def measure_experts(model: nn.Module, num_ranks: int = 1) -> ExpertSizes | None:
+    """Return the sizes of a model's experts, by transformers' plan for them; None without such a plan."""
+    layers = layers_of_experts(model, plan_of_experts(model))
+    text = cast(Any, model.config).get_text_config() if layers else None
+    num_chosen: int = getattr(text, "num_experts_per_tok", 0)
+    if not num_chosen:
+        return None
+    sizes = [_count_parameters(layer) for layer in layers]
+    num_experts = len(next(layers[0].parameters()))
+    return ExpertSizes(
+        num_parameters=sum(num for num, _ in sizes),
+        num_unit=max(num for num, _ in sizes),
+        num_layers=len(layers),
+        is_trained=any(num for _, num in sizes),
+        num_chosen=num_chosen,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
     )
 
 
@@ -201,24 +276,27 @@ def _count_parameters(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of parameters and of trained parameters."""
     four_bits = [each for each in module.modules() if isinstance(each, FourBitLinear)]
     stored = {id(part) for each in four_bits for name, part in each.named_parameters(recurse=False) if name != "bias"}
-    parameters = [each for each in module.parameters() if id(each) not in stored]
-    num_trained = sum(each.numel() for each in parameters if each.requires_grad)
-    frozen = sum(each.in_features * each.out_features for each in four_bits)
-    return sum(each.numel() for each in parameters) + frozen, num_trained
+    parameters = [parameter for parameter in module.parameters() if id(parameter) not in stored]
+    num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    frozen = sum(four_bit.in_features * four_bit.out_features for four_bit in four_bits)
+    return sum(parameter.numel() for parameter in parameters) + frozen, num_trained
 
 
 def _parameter_bytes(model: nn.Module, dtype: torch.dtype, num_parameters: int) -> float:
     """Return the bytes of a parameter in the model's dtype, or on average where some have four bits."""
-    if not any(isinstance(each, FourBitLinear) for each in model.modules()):
+    if not any(isinstance(module, FourBitLinear) for module in model.modules()):
         return dtype.itemsize
-    return sum(each.numel() * min(each.itemsize, dtype.itemsize) for each in model.parameters()) / num_parameters
+    return (
+        sum(parameter.numel() * min(parameter.itemsize, dtype.itemsize) for parameter in model.parameters())
+        / num_parameters
+    )
 
 
 def _stepped_optimizer(config: Config, dtype: torch.dtype) -> Optimizer:
     """Return the recipe's optimizer over two small matrices, of a hidden layer and of the head, after a step."""
     like = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(2)))
-    for each in like.parameters():
-        each.grad = torch.zeros_like(each)
+    for parameter in like.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     optimizer = planned_optimizer(like, config.optim)
     optimizer.step()
     return optimizer
@@ -248,24 +326,22 @@ def _bytes_of(state: Mapping[str, object]) -> int:
 def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device: Device) -> Estimate:
     """Return the cost of a choice with samples of ``length_tokens``."""
     tokens = -(-choice.micro_batch_size * length_tokens // sizes.num_stretches)
-    sent_bytes = _sent_bytes(choice, sizes)
+    sent_bytes = sum(_sent_bytes(choice, part) for part in sizes.parts)
     num_embedded = sizes.pipeline.num_embedded if sizes.pipeline is not None else 0
-    per_token = (RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS) * (sizes.num_parameters - num_embedded)
-    per_token += GRADIENT_FLOPS * max(0, sizes.num_trained - num_embedded)
+    num_unused = num_embedded + (0 if sizes.experts is None else sizes.experts.num_idle)  # by a token
+    per_token = (RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS) * (sizes.num_parameters - num_unused)
+    per_token += GRADIENT_FLOPS * max(0, sizes.num_trained - num_unused)
     flops = per_token * tokens * choice.num_microbatches * choice.fill
     ranks = list(range(0, sizes.num_shards * sizes.num_copies * sizes.num_cut, sizes.num_cut))
     traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
-    if sizes.is_sharded:
-        traffic_seconds += _num_collectives(choice, sizes) * device.latency_seconds(ranks[: sizes.num_shards], 1)
+    for part in sizes.parts if sizes.is_sharded else []:
+        traffic_seconds += _num_collectives(choice, part) * device.latency_seconds(ranks[: part.num_shards], 1)
     offloaded_bytes = _offloaded_bytes(choice, sizes) if sizes.offloads else 0
-    copied_bytes = COPIES * _num_gathered(choice, sizes) * sizes.compute_bytes if sizes.is_sharded else 0
+    num_gathered = sum(_num_gathered(choice, part) for part in sizes.parts if part.num_shards > 1)
+    copied_bytes = COPIES * num_gathered * sizes.compute_bytes if sizes.is_sharded else 0
     compute_seconds = flops / device.flops_per_second(sizes.dtype) + copied_bytes / device.memory_bytes_per_second
-    awaited_bytes, awaited_seconds = (
-        sum(pair)
-        for pair in zip(
-            _layer_traffic(choice, sizes, tokens, device), _key_traffic(choice, sizes, tokens, device), strict=True
-        )
-    )
+    of_layers = [traffic(choice, sizes, tokens, device) for traffic in (_layer_traffic, _key_traffic, _expert_traffic)]
+    awaited_bytes, awaited_seconds = (sum(column) for column in zip(*of_layers, strict=True))
     return Estimate(
         int(_peak_bytes(choice, sizes, tokens)), int(sent_bytes + awaited_bytes), compute_seconds, traffic_seconds,
         awaited_seconds * choice.fill, copy_seconds=offloaded_bytes / device.pcie_bytes_per_second,
@@ -280,8 +356,8 @@ def _offloaded_bytes(choice: Choice, sizes: ModelSizes) -> float:
 def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens: int, device: Device) -> Estimate:
     """Return the cost of a choice on a pipeline's first rank or its last: the larger memory, the longer time."""
     step = choice.largest_step
-    first, last = (estimate_cost(step, each, length_tokens, device) for each in ends)
-    update = [estimate_cost(choice, each, length_tokens, device) for each in ends]
+    first, last = (estimate_cost(step, end, length_tokens, device) for end in ends)
+    update = [estimate_cost(choice, end, length_tokens, device) for end in ends]
     sizes, share = ends[0], cast(PipelineShare, ends[0].pipeline)
     num, compute_seconds = step.num_microbatches, max(first.compute_seconds, last.compute_seconds)
     message_bytes = _boundary_bytes(choice, sizes, length_tokens)
@@ -340,15 +416,35 @@ def _key_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device)
     return sent_bytes, sent_bytes / device.sending_bytes_per_second(ranks) + calls * device.latency_seconds(ranks, 1)
 
 
+def _expert_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device) -> tuple[int, float]:
+    """Return the bytes and seconds of the all-to-alls of expert parallelism in an update, under an even load.
+
+    A layer sends each token to its experts and back in a forward, and both gradients in the backward. A forward also
+    sends how many tokens come.
+    """
+    experts = sizes.experts
+    if experts is None or experts.num_ranks == 1:
+        return 0, 0.0
+    num, forwards = experts.num_ranks, 2 if choice.recompute else 1
+    row_bytes = tokens * experts.num_chosen * sizes.num_hidden * sizes.compute_bytes
+    layers = experts.num_layers * choice.num_microbatches
+    sent_bytes = layers * 2 * (forwards + 1) * row_bytes * (num - 1) // num
+    calls = layers * (3 * forwards + 2)
+    ranks = list(range(num))
+    return sent_bytes, sent_bytes / device.sending_bytes_per_second(ranks) + calls * device.latency_seconds(ranks, 1)
+
+
 def _num_collectives(choice: Choice, sizes: ModelSizes) -> int:
     """Return the all-gathers and reduce-scatters of an update; the root is gathered once a microbatch."""
-    gathers = _count_gathered(choice, sizes, sizes.num_layers + 1, 1)
-    return gathers + (sizes.num_layers + 1) * (1 if choice.sync == "last" else choice.num_microbatches)
+    num_roots = 1 if sizes.num_root else 0
+    num_units = sizes.num_layers + num_roots
+    gathers = _count_gathered(choice, sizes, num_units, num_roots)
+    return gathers + num_units * (1 if choice.sync == "last" else choice.num_microbatches)
 
 
 def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     """Return the most bytes alive in a forward, a backward or the optimizer's step."""
-    P, u, r, T = sizes.num_parameters, sizes.num_unit, sizes.num_root, sizes.num_trained
+    P, T = sizes.num_parameters, sizes.num_trained
     b_c, b_r = sizes.compute_bytes, sizes.reduce_bytes
     accumulates = choice.num_microbatches > 1
     shard = T / sizes.num_shards * b_r  # of the gradient
@@ -356,18 +452,26 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     base += shard if sizes.wrapped == "ddp" else 0  # in buckets
     if sizes.offloads:
         base = shard = 0
-    held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
+    num_whole = sum(part.num_trained for part in sizes.parts)  # of gradients that are not sharded
+    held = num_whole * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
     keeps_sums = choice.sync == "replica_last" or (choice.sync == GATHER_ONCE and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
-    layers = min(sizes.num_gathered * u, P - r) if choice.reshard else sizes.num_backward
-    gathered = (r + layers) * b_c if sizes.is_sharded else 0
-    reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
+    parts = [part for part in sizes.parts if part.num_shards > 1] if sizes.is_sharded else []
+    gathered = sum(_most_gathered(choice, part) for part in parts) * b_c
+    reducing = sum(part.num_trained_root * b_c + part.num_trained_unit * b_r for part in parts)
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
     if sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
         step = base + shard + sizes.num_widened * torch.float32.itemsize * (2 if choice.fused else 3)
     else:
         step = base + shard + (0 if choice.fused else shard)
     return max(forward, base + held + gathered + reducing, step)
+
+
+def _most_gathered(choice: Choice, sizes: ModelSizes) -> float:
+    """Return the most parameters that are gathered at once."""
+    in_layers = sizes.num_parameters - sizes.num_root
+    layers = min(sizes.num_gathered * sizes.num_unit, in_layers) if choice.reshard else sizes.num_backward
+    return sizes.num_root + layers
 
 
 def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:

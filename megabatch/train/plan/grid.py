@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from megabatch import Plan, plan
+from megabatch.batching import find_chunks
 from megabatch.pipeline import plan_steps
 from megabatch.planning import balance, best_fit
 from megabatch.train.config import Config, ParallelConfig
@@ -129,7 +130,7 @@ class UpdateLengths:
     """Lengths of the samples of a few updates, and how a recipe splits them."""
 
     updates: tuple[tuple[int, ...], ...]
-    longest_tokens: int  # of all samples
+    longest_tokens: int  # of all samples; longer ones are cut into chunks of as many
     one_row: bool  # the samples of a microbatch lie in one row, without padding
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -158,11 +159,18 @@ class UpdateLengths:
         return Balance(padding, mean(map(max, updates)) * dp_degree / self.num_tokens)
 
     def _deal(self, lengths: Sequence[int], limit: Limit, dp_degree: int) -> list[Plan]:
-        """Return each rank's plan, dealt as a run deals: samples that lie in one row are dealt one by one."""
-        if not self.one_row:
+        """Return each rank's plan, dealt as a run deals: one by one in a row or in a pipeline, else in groups."""
+        is_cut = max(lengths) > self.longest_tokens
+        if not self.one_row and self.parallel.pp == 1 and not is_cut:
             return plan(lengths, dp_degree=dp_degree, **limit.as_keys())
-        shares = balance(lengths, dp_degree)
-        return [plan([lengths[sample] for sample in share], **limit.as_keys())[0] for share in shares]
+        shares = [[lengths[sample] for sample in share] for share in balance(lengths, dp_degree)]
+        if is_cut:
+            shares = [[piece for length in share for piece in self._cut(length)] for share in shares]
+        return [plan(share, **limit.as_keys())[0] for share in shares]
+
+    def _cut(self, length: int) -> list[int]:
+        """Return the tokens of each chunk of a sample."""
+        return [chunk.stop - chunk.start for chunk in find_chunks(0, length, self.longest_tokens)]
 
     def _count_microbatches(self, ranks: Sequence[Plan], limit: Limit) -> tuple[int, int]:
         """Return the microbatches of one update, and the tokens that the slowest rank computes."""
@@ -171,7 +179,7 @@ class UpdateLengths:
             return num_microbatches, max(rank.padded_tokens for rank in ranks)
         if limit.tokens is not None:
             num_microbatches = max(
-                len(best_fit([max(1, each) for each in rank.lengths], limit.tokens)) for rank in ranks
+                len(best_fit([max(1, length) for length in rank.lengths], limit.tokens)) for rank in ranks
             )
         return num_microbatches, max(rank.num_tokens for rank in ranks)
 
@@ -226,7 +234,7 @@ class Grid:
 
 def build_grid(
     config: Config, stated: Collection[str], wrapped: str, dp_degree: int, length_tokens: int,
-    updates: tuple[tuple[int, ...], ...] = (),
+    updates: tuple[tuple[int, ...], ...] = (), num_chunks: int = 1,
 ) -> Grid:  # fmt: skip
     """Return the grid of a recipe.
 
@@ -235,10 +243,11 @@ def build_grid(
         stated: Keys that the command line sets; they do not vary.
         wrapped: A key of `SYNCS`.
         dp_degree: Ranks that see different samples.
-        length_tokens: Of the longest sample.
+        length_tokens: Of the longest sample, or of a chunk of it.
         updates: Lengths of the samples of a few updates, if the data is read.
+        num_chunks: Of the longest sample. Each is a microbatch.
     """
-    samples_per_rank = -(-sizes_of(config.update).largest // dp_degree)
+    samples_per_rank = -(-sizes_of(config.update).largest // dp_degree) * num_chunks
     syncs = SYNCS[wrapped] if config.parallel.pp == 1 else ("last",)
     if config.update.sync != "auto" and ("update.sync" in stated or config.update.sync not in syncs):
         syncs = (config.update.sync,)
@@ -248,10 +257,15 @@ def build_grid(
         reshards = (config.parallel.reshard_after_forward,) if is_stated else (True, False)
     own = config.model.activation_checkpointing
     recomputes = (False, True) if isinstance(own, bool) else (False, own, True)
-    if "model.activation_checkpointing" in stated or config.model.function is not None:  # a module may not have it
+    # A module may not have it, and chunks keep no keys under it.
+    is_fixed = config.model.function is not None or config.update.long_samples is not None
+    if "model.activation_checkpointing" in stated or is_fixed:
         recomputes = (own,)
     lengths = UpdateLengths(updates, length_tokens, config.update.one_row, config.parallel) if updates else None
-    limits = _limits(config, stated, samples_per_rank, length_tokens, is_ragged=lengths is not None)
+    if num_chunks > 1:
+        limits = [Limit(1, length_tokens)]
+    else:
+        limits = _limits(config, stated, samples_per_rank, length_tokens, is_ragged=lengths is not None)
     filled = int if config.parallel.pp == 1 else partial(filled_up, config.parallel)
     return Grid(
         samples_per_rank, tuple(limits), syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths, filled
@@ -273,7 +287,7 @@ def _limits(
     if isinstance(cap, int) and cap >= length_tokens:
         num_rows = -(-cap // length_tokens) if is_ragged else cap // length_tokens
         is_bound = "update.max_microbatch_tokens" in stated
-        smaller = [each for each in limits if not is_bound or each.micro_batch_size * length_tokens <= cap]
+        smaller = [limit for limit in limits if not is_bound or limit.micro_batch_size * length_tokens <= cap]
         limits = [Limit(min(num_rows, samples_per_rank), cap), *smaller]
     return limits
 

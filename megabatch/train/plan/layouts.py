@@ -10,6 +10,7 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.contradictions import check_config
 from megabatch.train.parallel.pipeline_stages import check_model, per_rank
 from megabatch.train.parallel.tensor_parallel import check_divisible, plan_of
+from megabatch.train.plan.estimate import measure_experts
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.simulation import Outlines, Simulator, build_simulator, find_longest_sample
 from megabatch.train.runtime.console import Console
@@ -32,7 +33,9 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     simulators: list[Simulator] = []
     left_out: dict[str, str] = {}
     stages = pipeline_degrees(model, config, request)
-    proposed = propose_layouts(config.parallel, request, sample.length_tokens, stages)
+    experts = measure_experts(model)
+    num_experts = 1 if experts is None else experts.num_experts
+    proposed = propose_layouts(config.parallel, request, sample.length_tokens, stages, num_experts)
     for parallel in proposed:
         divided = config.model_copy(update={"parallel": parallel})
         try:
@@ -64,8 +67,9 @@ def pipeline_degrees(model: Any, config: Config, request: PlanRequest) -> list[i
 
 
 def propose_layouts(
-    parallel: ParallelConfig, request: PlanRequest, length_tokens: int, stages: Sequence[int] = (1,)
-) -> list[ParallelConfig]:
+    parallel: ParallelConfig, request: PlanRequest, length_tokens: int, stages: Sequence[int] = (1,),
+    num_experts: int = 1,
+) -> list[ParallelConfig]:  # fmt: skip
     """Return the layouts of all processes with the keys that the command line states.
 
     Args:
@@ -73,16 +77,22 @@ def propose_layouts(
         request: The command line.
         length_tokens: Of the longest sample.
         stages: Numbers of a pipeline's ranks.
+        num_experts: Of a layer, which may be dealt out over ranks.
     """
     stated = [key.removeprefix("parallel.") for key in request.stated_keys if key.startswith("parallel.")]
     least = 2 if "cp" in stated else MIN_STRETCH_TOKENS
-    keys = _layouts(parallel, request, "sequence_parallel" in stated, length_tokens // least, stages)
+    keys = _layouts(parallel, request, "sequence_parallel" in stated, length_tokens // least, stages, num_experts)
     found = [parallel.model_copy(update=each) for each in keys]
     return [each for each in found if all(getattr(each, key) == getattr(parallel, key) for key in stated)]
 
 
 def _layouts(
-    parallel: ParallelConfig, request: PlanRequest, keeps_stream: bool, most_stretches: int, stages: Sequence[int]
+    parallel: ParallelConfig,
+    request: PlanRequest,
+    keeps_stream: bool,
+    most_stretches: int,
+    stages: Sequence[int],
+    num_experts: int,
 ) -> Iterator[dict[str, Any]]:
     """Yield the keys of each layout: alone, with tensor or context parallelism inside of a node, with a pipeline."""
     per_node = min(request.world, request.device.ranks_per_node)
@@ -98,7 +108,16 @@ def _layouts(
         if pp == 1:
             cut |= {"schedule": ParallelConfig().schedule, "stages_per_rank": None}
         for wrapper, replicas, shards in _data_layouts(request.world // ranks, per_node // (tp * cp), cut, parallel):
-            yield {**cut, "wrapper": wrapper, "dp_replicate": replicas, "dp_shard": shards}
+            layout = {**cut, "wrapper": wrapper, "dp_replicate": replicas, "dp_shard": shards}
+            yield {**layout, "ep": 1}
+            for ep in _expert_degrees(shards, num_experts) if ranks == 1 and wrapper == "fsdp2" else []:
+                yield {**layout, "ep": ep}
+
+
+def _expert_degrees(shards: int, num_experts: int) -> list[int]:
+    """Return the numbers of ranks over which experts can be dealt out: powers of two that divide both."""
+    degrees = [2**power for power in range(1, shards.bit_length())]
+    return [degree for degree in degrees if shards % degree == num_experts % degree == 0]
 
 
 def _data_layouts(
@@ -128,5 +147,5 @@ def layout_text(parallel: ParallelConfig) -> str:
         data = [f"hsdp {replicas} x {shards}"]
     else:
         data = [f"{parallel.wrapper} {replicas * shards}"] if replicas * shards > 1 else []
-    cuts = [f"{axis} {degree}" for axis in ("cp", "tp", "pp") if (degree := getattr(parallel, axis)) > 1]
+    cuts = [f"{axis} {degree}" for axis in ("ep", "cp", "tp", "pp") if (degree := getattr(parallel, axis)) > 1]
     return ", ".join([*data, *cuts, *["offloaded"] * parallel.cpu_offload])

@@ -1,5 +1,6 @@
 """Request: what `megabatch plan` is asked for."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ from megabatch.train.config.byte_sizes import read_bytes, read_rate
 from megabatch.train.plan.device_file import read_device
 
 MOST_DIGITS = 18  # of a count
+TOKENS = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([KMBT]?)", re.IGNORECASE)
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class PlanRequest:
     layouts: bool = False  # compare the ways to divide the processes, whatever the recipe has
     as_json: bool = False
     chart: Path | None = None
+    num_tokens: float | None = None  # of a whole training, of which the days are printed
     overrides: tuple[str, ...] = ()  # of the recipe
 
     @property
@@ -58,6 +62,7 @@ def read_request(options: Iterable[tuple[str, str]], overrides: Sequence[str]) -
         layouts="layouts" in values,
         as_json="json" in values,
         chart=_read_chart(values["chart"]) if "chart" in values else None,
+        num_tokens=_read_tokens(values["tokens"]) if "tokens" in values else None,
         overrides=tuple(overrides),
     )
     if request.limit_bytes <= 0:
@@ -78,6 +83,15 @@ def _read_count(name: str, text: str, *, least: int = 1) -> int:
     if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
         raise MegabatchError(f"--{name} is {text[:40]!r}; it must be a whole number of at least {least}")
     return int(text)
+
+
+def _read_tokens(text: str) -> float:
+    """Read a number of tokens: 300M, 15B, 1.5T."""
+    found = TOKENS.fullmatch(text.strip())
+    number = 0.0 if found is None else float(found[1]) * UNITS[found[2].upper()]
+    if not 1 <= number < 10**MOST_DIGITS:
+        raise MegabatchError(f"--tokens is {text[:40]!r}; write a number of tokens, 300M, 15B or 1.5T say")
+    return number
 
 
 def _read_chart(text: str) -> Path:

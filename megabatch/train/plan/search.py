@@ -119,7 +119,6 @@ def search_choices(
     while (wanted := search.next_candidate()) is not None:
         search.simulate(wanted)
         advance(1)
-    advance(len(search.candidates) - len(search.rows))
     return sort_rows(search.all_rows())
 
 
@@ -231,11 +230,13 @@ class _Search:
     def next_candidate(self) -> _Candidate | None:
         """Return the candidate that may be the fastest of those that seem to fit; None if the best is known."""
         best = self._best()
-        spent = sum(PIPELINE_WEIGHT if each.simulator.ends else 1 for each in self.rows)
+        spent = sum(PIPELINE_WEIGHT if row.simulator.ends else 1 for row in self.rows)
         if spent >= self._most and (best is not None or self._has_layouts):
             return None
         is_open = [
-            each for each in self.candidates if each not in self.rows and self._least_bytes(each) <= self._limit_bytes
+            candidate
+            for candidate in self.candidates
+            if candidate not in self.rows and self._least_bytes(candidate) <= self._limit_bytes
         ]
         if not self.rows:  # a small microbatch with its activations says most of the others
             return min(is_open, key=_smallest_first, default=None)
@@ -245,7 +246,7 @@ class _Search:
 
     def all_rows(self) -> list[PlanRow]:
         """Return a row for every candidate."""
-        return [self.rows.get(each) or self._estimated_row(each) for each in self.candidates]
+        return [self.rows.get(candidate) or self._estimated_row(candidate) for candidate in self.candidates]
 
     def _best(self) -> _Candidate | None:
         """Return the fastest candidate that fits."""

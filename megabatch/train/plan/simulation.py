@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from megabatch import JointLoss, UpdateSampler
-from megabatch.batching import OneRow, context_parallel
+from megabatch.batching import OneRow, context_parallel, find_chunks
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
 from megabatch.simulate import (
@@ -36,6 +36,7 @@ from megabatch.simulate import (
     join_ranks,
     repeat_microbatches,
     simulate,
+    simulate_long_samples,
 )
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import Config, ModelConfig, OptimConfig
@@ -105,6 +106,8 @@ def build_simulator(
             f"({sample.source}); raise it, or leave it out"
         )
     outlines = outlines or Outlines(config, sample.length_tokens)
+    if config.update.long_samples is not None:
+        sample = sample.cut_into_chunks(cast(int, cap))
     model = outlines.whole
     if layout.cp > 1:
         check_attention_is_causal(cast(PreTrainedModel, model))
@@ -114,13 +117,20 @@ def build_simulator(
     is_hybrid = wrapper.name == "fsdp2" and (axes or {}).get("dp_replicate", 1) > 1
     wrapped = "hsdp" if is_hybrid else wrapper.name
     dp_degree = layout.dp_degree(request.world)
-    grid = build_grid(config, request.stated_keys, wrapped, dp_degree, sample.length_tokens, sample.updates)
+    grid = build_grid(
+        config, request.stated_keys, wrapped, dp_degree, sample.length_tokens, sample.updates, sample.num_chunks
+    )
     sizes = measure_sizes(model, config, layout, wrapped, request.world)
     router = router_coefficient(config, model, load_function(config.loss.function, "loss.function"))
     simulator = Simulator(config, request.device, wrapper, axes, sample, grid, sizes, router)
     if layout.pp > 1:
         ends = [find_end(simulator, outlines, layout, wrapped, rank) for rank in (0, layout.pp - 1)]
         return replace(simulator, ends=ends)
+    if layout.ep > 1:
+        from megabatch.train.parallel.expert_ranks import EVEN, check_experts_of  # not every transformers has it
+
+        check_experts_of(model, layout.ep)
+        simulator = replace(simulator, divide=partial(divide, exchange=EVEN))
     repeats = None if wrapper.name == "ddp" else find_repeats(model)  # whose buckets do not end with layers
     return replace(simulator, repeats=repeats)
 
@@ -222,7 +232,7 @@ class Simulator:
     def update_tokens(self) -> float:
         """Tokens of an update over all ranks, without padding."""
         lengths = self.grid.lengths
-        longest = sizes_of(self.config.update).largest * self.sample.length_tokens
+        longest = sizes_of(self.config.update).largest * self.sample.whole_tokens
         return longest if lengths is None else lengths.num_tokens
 
     @property
@@ -302,12 +312,13 @@ class Simulator:
                 averages.append(Average(base, config.optim.ema_decay))
             return _build_optimizer(config.optim, base)
 
-        with use_recipe_keys():
+        def run(loss_fn: LossFunction) -> Simulated:
+            averages.clear()
             return simulate(
                 make_model,
                 make_optimizer,
                 self._microbatch_maker(choice.micro_batch_size),
-                self._loss_fn(config),
+                loss_fn,
                 axes=self.axes,
                 num_microbatches=choice.num_microbatches,
                 sync=choice.sync,
@@ -317,6 +328,12 @@ class Simulator:
                 around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
                 rank=rank,
             )
+
+        loss_fn, sample = self._loss_fn(config), self.sample
+        with use_recipe_keys():
+            if sample.uncut_tokens is None:
+                return run(loss_fn)
+            return simulate_long_samples(sample.uncut_tokens, sample.length_tokens, loss_fn, run, sync=choice.sync)
 
     def _microbatch_maker(self, num_samples: int) -> Callable[[], Any]:
         """Return what makes a microbatch of rank 0. Under cp all ranks have stretches that cost the same."""
@@ -390,7 +407,7 @@ def find_end(simulator: Simulator, outlines: Outlines, layout: Layout, wrapped: 
     embedding = cast(PreTrainedModel, outlines.whole).get_input_embeddings()
     stages = outlines.stages(simulator, Ranks(rank * num_ranks // layout.pp, num_ranks, CPU, layout))
     sizes = measure_sizes(stages.model, config, layout, wrapped, num_ranks)
-    num_embedded = 0 if rank else sum(each.numel() for each in embedding.parameters())
+    num_embedded = 0 if rank else sum(parameter.numel() for parameter in embedding.parameters())
     share = PipelineShare(config.parallel.schedule, layout.pp, rank, len(stages.parts), num_embedded)
     if not any(part.is_last for part in stages.parts):
         sizes = replace(sizes, num_vocabulary=0)
@@ -491,7 +508,8 @@ def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
     model = {"activation_checkpointing": choice.recompute, "compile": False}
     options = config.optim.options
     is_open = config.optim.function is None and config.optim.name != "Muon" and not {"foreach", "fused"} & set(options)
-    if not device.is_cpu and is_open:
+    # torch steps experts and other weights, which lie on two meshes, one by one.
+    if not device.is_cpu and is_open and config.parallel.ep == 1:
         options = {**options, "fused" if choice.fused else "foreach": True}  # torch's default depends on the device
     return config.model_copy(
         update={
@@ -524,6 +542,24 @@ class LongestSample:
     source: str  # of the length, in words
     one_row: bool = False  # the samples of a microbatch lie one after another in a row
     updates: tuple[tuple[int, ...], ...] = ()  # lengths of the samples of a few updates; (): the data is not read
+    uncut_tokens: int | None = None  # of the sample, if this is a chunk of it
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of the whole sample."""
+        return self.uncut_tokens or self.length_tokens
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the sample."""
+        return len(find_chunks(0, self.whole_tokens, self.length_tokens))
+
+    def cut_into_chunks(self, max_tokens: int) -> "LongestSample":
+        """Return a chunk of the sample, or the sample if it has no more than ``max_tokens`` tokens."""
+        if self.length_tokens <= max_tokens:
+            return self
+        fields = {name: ((max_tokens, *shape[1:]), dtype) for name, (shape, dtype) in self.fields.items()}
+        return replace(self, fields=fields, length_tokens=max_tokens, uncut_tokens=self.length_tokens)
 
     def microbatch(self, num_samples: int) -> dict[str, Tensor]:
         """Return zeros in the shape of that many samples: name → [B, ...]."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 import tomli_w
 from rich import box
 from rich.console import Console as RichConsole
+from rich.measure import Measurement
 from rich.table import Table
 
 from megabatch.errors import MegabatchError
@@ -19,16 +20,19 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
 from megabatch.train.config.contradictions import problems
 from megabatch.train.config.recipe import load_config
-from megabatch.train.model.architecture import silence
+from megabatch.train.model.architecture import architecture_of, outline, silence
 from megabatch.train.parallel.pipeline_stages import stages_text
+from megabatch.train.parallel.utilization import arithmetic_of, utilization_of
 from megabatch.train.plan.layouts import build_layouts, layout_text
-from megabatch.train.plan.request import PlanRequest
-from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices, sort_rows
+from megabatch.train.plan.request import UNITS, PlanRequest
+from megabatch.train.plan.search import MAX_SIMULATIONS, NO, SIMULATION, TIGHT, YES, PlanRow, search_choices, sort_rows
 from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.runtime.console import Console
 
+DAY = 24 * 3600.0  # seconds
 Keys = dict[str, dict[str, Any]]  # section → key → value
 WIDTH = 160  # without a terminal
+MOST_WIDTH = 1000  # of a table, whose longest line is measured
 MAX_ROWS = 16  # that fit; --json has all
 MAX_LAYOUT_ROWS = 10
 MAX_TOO_LARGE = 6  # rows that do not fit, the nearest ones
@@ -50,8 +54,9 @@ def plan_recipe(recipe: Path, request: PlanRequest) -> list[PlanRow]:
     with silence():
         layouts, left_out = build_layouts(config, request, console) if request.layouts else ([], [])
         simulators = layouts or [build_simulator(config, request, console)]
-        num_choices = sum(len(each.grid.choices()) for each in simulators)
-        with console.progress("planning", num_choices, "choices") as advance:
+        num_choices = sum(len(simulator.grid.choices()) for simulator in simulators)
+        most = min(num_choices, MAX_SIMULATIONS)
+        with console.progress(f"planning {num_choices:,} choices", most, "simulations or so") as advance:
             rows = search_choices(simulators, request.limit_bytes, advance)
             if request.layouts and rows[0].fits == NO and not config.parallel.cpu_offload:
                 rows = _with_offload(rows, simulators, request, advance)
@@ -60,7 +65,7 @@ def plan_recipe(recipe: Path, request: PlanRequest) -> list[PlanRow]:
     else:
         rich = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
         rich.print(_heading(simulators, request), markup=False)
-        rich.print(_table(rows, has_layouts=request.layouts), soft_wrap=False)
+        _print_table(rich, rows, has_layouts=request.layouts)
         rich.print("\n".join([*left_out, _conclusion(rows, simulators[0], request, recipe)]), markup=False)
     if request.chart is not None:
         _draw(request, rows[0], recipe)
@@ -72,12 +77,12 @@ def _with_offload(
 ) -> list[PlanRow]:
     """Return the rows with those of each FSDP2 layout without tensor parallelism, offloaded to the host."""
     offloaded: list[Simulator] = []
-    for each in simulators:
-        parallel = each.config.parallel.model_copy(update={"cpu_offload": True})
-        config = each.config.model_copy(update={"parallel": parallel})
+    for simulator in simulators:
+        parallel = simulator.config.parallel.model_copy(update={"cpu_offload": True})
+        config = simulator.config.model_copy(update={"parallel": parallel})
         if "parallel.cpu_offload" not in request.stated_keys and next(problems(config), None) is None:
-            sizes = replace(each.sizes, offloads=True)
-            offloaded.append(replace(each, config=config, sizes=sizes))
+            sizes = replace(simulator.sizes, offloads=True)
+            offloaded.append(replace(simulator, config=config, sizes=sizes))
     return sort_rows([*rows, *search_choices(offloaded, request.limit_bytes, advance)]) if offloaded else rows
 
 
@@ -88,7 +93,8 @@ def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
     ranks = f"{request.world} ranks ({mesh})" if request.world > 1 else "1 rank"
     how = f"{len(simulators)} layouts of {request.world} ranks" if others else f"{simulator.wrapper.name} on {ranks}"
     num_parameters = simulator.sizes.num_parameters * axes.get("tp", 1)
-    sizes, samples_per_rank = sizes_of(config.update), simulator.grid.samples_per_rank
+    sizes = sizes_of(config.update)
+    samples_per_rank = simulator.grid.samples_per_rank // simulator.sample.num_chunks
     largest = ", the largest of update.global_batch_size" if len(sizes.sizes) > 1 else ""
     per_rank = "" if others else f", {samples_per_rank} a rank"
     text = (
@@ -109,7 +115,9 @@ def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
 
 def _lengths_text(simulator: Simulator) -> str:
     sample, lengths = simulator.sample, simulator.grid.lengths
-    longest = f"{sample.length_tokens:,} tokens ({sample.source})"
+    longest = f"{sample.whole_tokens:,} tokens ({sample.source})"
+    if sample.uncut_tokens is not None:
+        longest += f" in chunks of {sample.length_tokens:,}"
     if lengths is None:
         return f"all as long as the longest: {longest}"
     return (
@@ -117,11 +125,23 @@ def _lengths_text(simulator: Simulator) -> str:
     )
 
 
-def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
+def _print_table(rich: RichConsole, rows: Sequence[PlanRow], *, has_layouts: bool) -> None:
+    """Print the rows, without the parts of the peak where the terminal is too narrow for them; no cell is cut."""
+    tables = [_table(rows, has_layouts=has_layouts, has_parts=has_parts) for has_parts in (not has_layouts, False)]
+    options = rich.options.update(max_width=MOST_WIDTH)
+    widths = [Measurement.get(rich, options, table).maximum for table in tables]
+    is_narrow = sys.stdout.isatty() and widths[0] > rich.width
+    table, width = (tables[1], widths[1]) if is_narrow else (tables[0], widths[0])
+    # Without a height, rich takes 80 columns for a terminal that it calls dumb, whatever the width.
+    whole = RichConsole(highlight=False, width=max(width, rich.width), height=rich.height)
+    whole.print(table, crop=False)
+
+
+def _table(rows: Sequence[PlanRow], *, has_layouts: bool, has_parts: bool) -> Table:
     memory, memory_unit = (GIB, "GiB") if rows[0].peak_bytes >= GIB else (2**20, "MiB")
     wire, wire_unit = (GB, "GB") if max(row.sent_bytes for row in rows) >= GB else (10**6, "MB")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    parts = () if has_layouts else tuple(GROUPS)
+    parts = tuple(GROUPS) if has_parts else ()
     in_memory = [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved", "needed")]
     layout = ["layout"] * has_layouts
     unit = "samples" if rows[0].choice.limit_tokens is None else "tokens"
@@ -130,8 +150,10 @@ def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
     for row in _best_of_layouts(rows) if has_layouts else _shown(rows):
         cells = _cells(row, memory, wire)
+        if not has_parts:
+            cells = [*cells[:5], *cells[5 + len(GROUPS) :]]
         if has_layouts:
-            cells = [layout_text(row.parallel), *cells[:5], *cells[5 + len(GROUPS) :]]
+            cells = [layout_text(row.parallel), *cells]
         table.add_row(*cells, style=STYLES[row.fits] if sys.stdout.isatty() else None)
     return table
 
@@ -189,6 +211,7 @@ def _conclusion(rows: Sequence[PlanRow], simulator: Simulator, request: PlanRequ
     if best.is_least:
         lines.append(">= at least: the kernels of this optimizer's step are not simulated")
     lines.append(f"best: {_name(best, request)}: {best.why}; {best.tokens_per_second:,.0f} tokens/s")
+    lines += _speed_lines(best, simulator, request)
     if request.layouts:
         lines += [f"{number}. {_name(row, request)}: {_why_not(row, best)}" for number, row in enumerate(shown[1:], 2)]
     elif others:
@@ -197,6 +220,34 @@ def _conclusion(rows: Sequence[PlanRow], simulator: Simulator, request: PlanRequ
         lines += _balance_lines(best, simulator)
     keys = keys_of(best, simulator.config)
     return "\n".join([*lines, "", tomli_w.dumps(keys).rstrip(), "", f"or: {command_line(keys, recipe, request)}"])
+
+
+def _speed_lines(best: PlanRow, simulator: Simulator, request: PlanRequest) -> list[str]:
+    """Return the speed of a device and of a day, the utilization and the days of a training, with their error."""
+    rate, device = best.tokens_per_second, request.device
+    words = [f"{rate / request.world:,.0f} tokens/s per device", f"{_large(rate * DAY)} tokens a day"]
+    dtype, model = simulator.sizes.dtype, simulator.config.model
+    uncounted = next((key for key in ("function", "lora", "freeze") if getattr(model, key)), None)
+    if uncounted is not None:
+        arithmetic = f"model.{uncounted} is not counted in plans"
+    elif simulator.sample.uncut_tokens is not None:
+        arithmetic = "chunks compute half of the attention that MFU counts"
+    else:
+        arithmetic = arithmetic_of(outline(model, architecture_of(model)))
+    utilization = utilization_of(arithmetic, device, dtype)
+    mean_tokens = simulator.update_tokens / sizes_of(simulator.config.update).largest
+    mfu = utilization.mfu(rate / request.world, mean_tokens)
+    words.append(utilization.words if mfu is None else f"MFU {mfu:.0%} of {utilization.words}")
+    if request.num_tokens is not None:
+        days = request.num_tokens / (rate * DAY)
+        words.append(f"{days:,.3g} days for {_large(request.num_tokens)} tokens")
+    return [f"speed: {', '.join(words)}; times are predicted, +-20 %, no update measured on a GPU"]
+
+
+def _large(number: float) -> str:
+    """Return a number of tokens with a unit: 4.45B."""
+    unit = next((name for name, size in reversed(UNITS.items()) if number >= size), "")
+    return f"{number / UNITS[unit]:,.3g}{unit}"
 
 
 def _balance_lines(best: PlanRow, simulator: Simulator) -> list[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import linecache
 import math
 import resource
 import sys
@@ -32,12 +33,13 @@ class Metrics(Callback):
         )
         context.logs.append(self._file)
         context.exits.push(self._close)
-        self._dp_degree, self._lr, self._hash = context.ranks.dp_degree, 0.0, run_hash(context)
+        self._num_devices, self._lr, self._hash = context.ranks.size, 0.0, run_hash(context)
+        self._utilization = context.model.utilization
         self._began = time.perf_counter()  # or as much earlier as earlier starts have trained
 
     def start(self, context: RunContext) -> None:
         """Go on counting seconds, and show the rows of the step again: a logger drops what it has from there on."""
-        rows = [] if context.checkpoint is None else self._file.rows()
+        rows = [] if context.is_new else self._file.rows()
         before = context.ranks.broadcast(max((row.get("seconds", 0.0) for row in rows), default=0.0))
         self._began = time.perf_counter() - before
         if self._loggers:
@@ -71,12 +73,22 @@ class Metrics(Callback):
     def _row(self, context: RunContext) -> Row:
         update, plan, now = context.update, context.plan, time.perf_counter()
         assert update is not None
-        is_alone = self._dp_degree == 1
-        sums = Sums(plan.padded_tokens, plan.num_split) if is_alone else gather_sums(plan, context.ranks)
+        sums = gather_sums(plan, context.ranks)
+        if context.shared is not None:
+            sums = sums._replace(predicted=())  # by ranks of one replica
         row = update_row(update, context.values, sums, now - context.started, counts_tokens=self._counts_tokens)
+        row |= self._speed(row, self._num_devices * context.row.get("num_replicas", 1))
         epoch = {} if context.epoch is None else {"epoch": context.epoch}
-        memory = {"memory_gib": memory_gib(context.ranks.device)}
+        memory = {"memory_gib": sums.memory_gib}
         return {"step": context.learner.step, "lr": self._lr, **row, **epoch, **memory, **self._stamp(now)}
+
+    def _speed(self, row: Row, num_devices: int) -> Row:
+        """Return the speed of a device, and its MFU where that is known."""
+        if "tokens_per_second" not in row:
+            return {}
+        tokens_per_second = row["tokens_per_second"] / num_devices
+        mfu = self._utilization.mfu(tokens_per_second, row["num_tokens"] / max(1, row["num_samples"]))
+        return {"tokens_per_second_per_device": tokens_per_second, **({} if mfu is None else {"mfu": mfu})}
 
     def _stamp(self, now: float) -> Row:
         """Return date, seconds of training, evaluating and saving since the run's first start, and the run's hash."""
@@ -106,7 +118,11 @@ def source_of(name: str) -> str:
     place = name.rpartition(":")[0]
     module = load_file(Path(place)) if place.endswith(".py") else load_module(place)
     path = getattr(module, "__file__", None)
-    return "" if path is None else Path(path).read_text(encoding="utf-8", errors="replace")
+    if path is None:
+        return ""
+    if not Path(path).is_file():  # inside of a zip, from which its loader reads
+        return "".join(linecache.getlines(path, vars(module)))
+    return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def without_nan(row: Mapping[str, Any]) -> Row:
@@ -136,7 +152,8 @@ class MetricsFile(JsonlFile):
         """Write the rows that wait, and show them to the loggers."""
         super().write()
         rows, self._hidden = self._hidden, []
-        self.show(rows)
+        if self.shared is None or self.shared.is_writer:
+            self.show(rows)
 
     def show(self, rows: Sequence[Row]) -> None:
         """Hand the numbers of rows to the loggers."""
@@ -163,21 +180,29 @@ class Sums(NamedTuple):
 
     padded_tokens: float
     num_split: float
+    memory_gib: float  # of the rank that has used the most
     predicted: Sequence[float] = ()  # seconds of each data rank's microbatches, in the units of `CostModel`
 
 
 def gather_sums(plan: Plan, ranks: Ranks) -> Sums:
-    """Add up the numbers of the plans of all data ranks. Collective."""
-    seconds = at_its_place(predict_seconds(plan), ranks)
-    padded_tokens, num_split, *predicted = ranks.sum_of_data([plan.padded_tokens, plan.num_split, *seconds])
-    return Sums(padded_tokens, num_split, predicted)
+    """Add up the numbers of the plans of all data ranks, and find the most memory of a rank. Collective."""
+    memory = memory_gib(ranks.device)
+    if ranks.size == 1:
+        return Sums(plan.padded_tokens, plan.num_split, memory)
+    seconds = at_its_place(predict_seconds(plan), ranks) if ranks.dp_degree > 1 else []
+    numbers, memories = ranks.sum_of_data_and_gather([plan.padded_tokens, plan.num_split, *seconds], memory)
+    padded_tokens, num_split, *predicted = numbers
+    return Sums(padded_tokens, num_split, max(memories), predicted)
 
 
-def predict_seconds(plan: Plan) -> float:
-    """Return the time of the plan's microbatches, in units of a token's work where no cost was measured."""
-    if plan.seconds is not None:
+def predict_seconds(plan: Plan, cost: CostModel | None = None) -> float:
+    """Return the time of the plan's microbatches by ``cost``, or by the plan's own.
+
+    It is in units of a token's work where no cost was measured.
+    """
+    if plan.seconds is not None and cost is None:
         return plan.seconds
-    cost, microbatches = CostModel(), [plan.lengths_of(rows) for rows in plan.microbatches if rows]
+    cost, microbatches = cost or CostModel(), [plan.lengths_of(rows) for rows in plan.microbatches if rows]
     if not plan.padded:
         return sum(sum(map(cost.sample_seconds, lengths)) for lengths in microbatches)
     return sum(cost.seconds(len(lengths), max(lengths)) for lengths in microbatches)
@@ -220,7 +245,7 @@ def update_row(update: Update, values: Mapping[str, float], sums: Sums, seconds:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the most memory that the main rank has used: allocated on its GPU, or resident."""
+    """Return the most memory that this rank has used: allocated on its GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.profiler import ProfilerActivity, profile
 
-from megabatch import Plan
+from megabatch import CostModel, Plan
 from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext
 from megabatch.train.data.updates import Updates
 from megabatch.train.records.metrics import at_its_place, predict_seconds
@@ -71,7 +71,7 @@ def total_of(returned: Any) -> Tensor | None:
     """Return the first total with a gradient of a loss's result, or None. The library refuses a wrong result."""
     pairs = list(cast(Mapping[str, Any], returned).values()) if isinstance(returned, Mapping) else [returned]
     totals = [cast(Sequence[Any], pair)[0] for pair in pairs if isinstance(pair, tuple | list) and pair]
-    return next((each for each in totals if isinstance(each, Tensor) and each.requires_grad), None)
+    return next((total for total in totals if isinstance(total, Tensor) and total.requires_grad), None)
 
 
 class Timeline(Callback):
@@ -153,9 +153,9 @@ class Recording(Callback):
         kinds, times = [kind for kind, _ in self._marks[:-1]], [each for _, each in self._marks]
         if self._device.type == "cuda":
             times[-1].synchronize()
-            starts_ms = [float(times[0].elapsed_time(each)) for each in times]
+            starts_ms = [float(times[0].elapsed_time(time_)) for time_ in times]
         else:
-            starts_ms = [1000 * (each - times[0]) for each in times]
+            starts_ms = [1000 * (time_ - times[0]) for time_ in times]
         if ranks.size > 1:
             kinds = name_reductions(kinds, with_each=plan.sync != "last")
         return {"kinds": kinds, "ms": [round(each, 4) for each in starts_ms]}
@@ -206,10 +206,13 @@ class RankTiming(Callback):
 
     def after_update(self, context: RunContext) -> None:
         """Exchange the seconds, add them to the row, and warn of a rank that is slow for long."""
-        ranks, seconds = self._ranks, [self._spans.take(), predict_seconds(context.plan)]
+        # The measured cost of a slow rank would explain its seconds, so one cost predicts those of all.
+        cost = context.updates.dealing.cost or CostModel() if context.config.update.cost == "measure" else None
+        ranks, seconds = self._ranks, [self._spans.take(), predict_seconds(context.plan, cost)]
         self._plan = None
         numbers = ranks.sum_of_data([number for each in seconds for number in at_its_place(each, ranks)])
         measured, predicted = numbers[: ranks.dp_degree], numbers[ranks.dp_degree :]
+        context.rank_seconds = measured, predicted
         if len(measured) > 1 and all(measured):
             context.row["measured_slowest_over_mean"] = max(measured) * len(measured) / sum(measured)
             context.row["slowest_rank"] = max(range(len(measured)), key=measured.__getitem__)
@@ -252,7 +255,7 @@ class Spans:
 
     def take(self) -> float:
         """Return the seconds of all spans, and forget them. The host has waited for what the device did in them."""
-        spans, self._spans = [each for each in self._spans if each[1] is not None], []
+        spans, self._spans = [span for span in self._spans if span[1] is not None], []
         if self._is_cuda:
             return sum(float(start.elapsed_time(end)) for start, end in spans) / 1000
         return sum(end - start for start, end in spans)

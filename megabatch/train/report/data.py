@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import tomllib
 from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.report import encode as columns
 from megabatch.train.runtime.files import (
+    CONFIG,
     CUTS,
     LOCK,
     LOG,
@@ -29,7 +31,10 @@ from megabatch.train.runtime.files import (
     read_starts,
 )
 
-FIRST_KEYS = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "samples_per_second", "memory_gib")
+FIRST_KEYS = (
+    "step", "loss", "grad_norm", "lr", "tokens_per_second", "tokens_per_second_per_device", "mfu", "samples_per_second",
+    "memory_gib",
+)  # fmt: skip
 FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; no paths of the machine
 RECENT = 100  # updates from which the time left is estimated
 TAIL_BYTES = 16_384  # of log.txt, in which its end is looked for
@@ -37,6 +42,10 @@ GOES_ON = ("update ", "resumed from ", "nothing was saved yet")  # how lines of 
 ENDED = ("stopped ", "finished ", "the data ran out")
 FAILED = re.compile(r"stopped by \w+Error\b")
 PLANNED = re.compile(r"(\d+) updates? of ")
+PARAMETERS = re.compile(r"([\d,]+) parameters: (\w+)")
+UTILIZATION = re.compile(r"MFU: (.*)")
+COMPLETION = re.compile(r"── a held-out prompt ─+\n(.*?)\n── its completion ─+\n(.*?)\n─{80}\n", re.DOTALL)
+SETTINGS = (("update", "global_batch_size"), ("optim", "lr"), ("optim", "name"))  # of the recipe, on the page
 Story = dict[str, Any]
 
 
@@ -54,16 +63,23 @@ def read_run(folder: Path, *, state: str | None = None, most_updates: int = colu
     """
     check_run(folder)
     with one_line_for_damage(folder):
-        plan, rows = plan_of(folder), read_rows(folder / METRICS)
+        # The lock comes first: what is read of a run without a process is final.
+        if state is None and is_running(folder):
+            state = "running"
+        plan, rows, log = plan_of(folder), read_rows(folder / METRICS), end_of_log(folder)
+        ended = ended_of(log)
         planned, step = planned_of(plan), last_step(rows)
         return {
             **curves_of(folder, rows, most_updates),
             **of_journals(folder),
             "name": name_of(folder),
             "plan": plan,
+            "model": model_of(plan),
+            "settings": settings_of(folder),
+            "completion": completion_of(log),
             "planned": planned,
-            "state": state_of(folder, step, planned) if state is None else state,
-            "ended": ended_of(folder),
+            "state": final_state(ended, step, planned) if state is None else state,
+            "ended": ended,
             "start": start_of(folder),
         }
 
@@ -164,29 +180,60 @@ def plan_of(folder: Path) -> list[str]:
     return [line.removeprefix("plan  ") for line in text.splitlines()]
 
 
+def model_of(plan: list[str]) -> dict[str, str]:
+    """Return the model's class and number of parameters, and the peak of its MFU; "" where there is none."""
+    sizes = next((found for line in plan if (found := PARAMETERS.match(line))), None)
+    peak = next((found[1] for line in plan if (found := UTILIZATION.match(line))), "")
+    return {"peak": peak} | ({} if sizes is None else {"parameters": sizes[1], "name": sizes[2]})
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    """Return the settings of the recipe that a reader asks for first; none where it cannot be read."""
+    try:
+        recipe = tomllib.loads(read_file(folder / CONFIG).decode())
+    except (OSError, ValueError):
+        return {}
+    found = {key: recipe.get(section, {}).get(key) for section, key in SETTINGS}
+    return {key: str(value) for key, value in found.items() if isinstance(value, int | float | str)}
+
+
+def completion_of(log: Sequence[str]) -> list[str]:
+    """Return the last held-out prompt that the model has completed, and its completion; none without one."""
+    found = COMPLETION.findall("\n".join([*log, ""]))
+    return list(found[-1]) if found else []
+
+
 def planned_of(plan: list[str]) -> int | None:
     """Return the planned number of updates; None where it depends on the data."""
     found = PLANNED.match(plan[0]) if plan else None
     return None if found is None else int(found[1])
 
 
-def ended_of(folder: Path) -> str:
+def ended_of(log: Sequence[str]) -> str:
     """Return the log's line about the end of the run; "" while it runs, and after a kill."""
+    last = next((line for line in reversed(log) if line.startswith((*GOES_ON, *ENDED))), "")
+    return "" if last.startswith(GOES_ON) else last
+
+
+def end_of_log(folder: Path) -> list[str]:
+    """Return the last lines of log.txt, without their dates."""
     path = folder / LOG
     if not is_file(path):
-        return ""
+        return []
     with os.fdopen(open_file(path), "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = [line.partition("  ")[2] for line in file.read().decode("utf-8", "replace").splitlines()]
-    last = next((line for line in reversed(lines) if line.startswith((*GOES_ON, *ENDED))), "")
-    return "" if last.startswith(GOES_ON) else last
+        return [line.partition("  ")[2] for line in file.read().decode("utf-8", "replace").splitlines()]
 
 
 def state_of(folder: Path, step: int, planned: int | None) -> str:
     """Return the state of a run that has made ``step`` updates: running, ended, or stopped or failed at an update."""
     if is_running(folder):
         return "running"
-    ended = ended_of(folder)
+    return final_state(ended_of(end_of_log(folder)), step, planned)
+
+
+def final_state(ended: str, step: int, planned: int | None) -> str:
+    """Return the state of a run without a process, by the log's line about its end."""
     if (planned is not None and step >= planned) or (ended and not ended.startswith("stopped by ")):
         return "ended"
     return f"{'failed' if FAILED.match(ended) else 'stopped'} at update {step}"

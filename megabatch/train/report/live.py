@@ -17,7 +17,7 @@ class LivePage(Callback):
     def after_update(self, context: RunContext) -> None:
         """Write the page where it is time to."""
         begun = time.perf_counter()
-        if begun < self._next_page:
+        if begun < self._next_page or not context.is_writer:
             return
         context.write_logs()
         is_written = write_page(context.folder, context.console, RUNNING)

@@ -34,6 +34,7 @@ COMPARABLE = (
 )
 LOSS = "loss.function"  # the task of a run
 MOST_CHARACTERS = 24  # of a value in the table
+MOST_NAMED = 8  # keys without a column
 LEAST_KEYS = 3  # that have a column, however narrow the terminal is
 WIDTH = 160  # of a table that goes to no terminal
 DAMAGED = "damaged"
@@ -62,7 +63,7 @@ def print_runs(folder: Path, *, as_json: bool) -> None:
     paths = find_runs(folder)
     names = ["." if path == folder else path.relative_to(folder).as_posix() for path in paths]
     summaries = [summarize(path, name) for path, name in zip(paths, names, strict=True)]
-    print_line(json.dumps([asdict(each) for each in summaries], indent=1) if as_json else runs_text(summaries))
+    print_line(json.dumps([asdict(summary) for summary in summaries], indent=1) if as_json else runs_text(summaries))
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -130,7 +131,7 @@ def best_of(rows: Sequence[Row], watch: str | None) -> tuple[str | None, float |
 
 def differing_keys(summaries: Sequence[RunSummary]) -> list[str]:
     """Return the keys whose values differ between the recipes: of optim and update first, options of functions last."""
-    recipes = [each.recipe for each in summaries if each.recipe]
+    recipes = [summary.recipe for summary in summaries if summary.recipe]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key not in PLACES)
     differing = [key for key in keys if len({json.dumps(recipe.get(key)) for recipe in recipes}) > 1]
     return sorted(differing, key=lambda key: (".options." in key, not key.startswith(("optim.", "update."))))
@@ -141,7 +142,7 @@ def best_run(summaries: Sequence[RunSummary]) -> RunSummary | None:
 
     None if fewer than two have one, or if they are of two losses.
     """
-    evaluated = [each for each in summaries if each.best_loss is not None]
+    evaluated = [summary for summary in summaries if summary.best_loss is not None]
     is_one_task = len({each.recipe.get(LOSS) for each in evaluated}) == 1
     if len(evaluated) < 2 or not is_one_task:
         return None
@@ -155,21 +156,31 @@ def runs_text(summaries: Sequence[RunSummary]) -> str:
     while num_shown > LEAST_KEYS and len(table_text(summaries, keys[:num_shown]).partition("\n")[0]) > width:
         num_shown -= 1
     lines = [table_text(summaries, keys[:num_shown]), *notes(summaries, keys, num_shown)]
-    return "\n".join([*lines, *(f"{each.name}: {each.problem}" for each in summaries if each.problem)])
+    return "\n".join([*lines, *(f"{summary.name}: {summary.problem}" for summary in summaries if summary.problem)])
 
 
 def notes(summaries: Sequence[RunSummary], keys: Sequence[str], num_shown: int) -> list[str]:
     """Return the lines below a table: keys without a column, and the best run with what makes it doubtful."""
-    lines = [f"also different (--json has the values): {', '.join(keys[num_shown:])}"] if num_shown < len(keys) else []
-    if len(tasks := dict.fromkeys(each.recipe.get(LOSS) for each in summaries if each.best_loss is not None)) > 1:
+    hidden = [*keys[num_shown : num_shown + MOST_NAMED]]
+    if len(keys) > num_shown + MOST_NAMED:
+        hidden.append(f"and {len(keys) - num_shown - MOST_NAMED} more")
+    lines = [f"also different (--json has the values): {', '.join(hidden)}"] if hidden else []
+    if (
+        len(tasks := dict.fromkeys(summary.recipe.get(LOSS) for summary in summaries if summary.best_loss is not None))
+        > 1
+    ):
         lines.append(f"{LOSS} differs, so the losses are of different tasks: {', '.join(map(str, tasks))}")
     for task in tasks:
-        best = best_run([each for each in summaries if each.recipe.get(LOSS) == task])
+        best = best_run([summary for summary in summaries if summary.recipe.get(LOSS) == task])
         if best is None:
             continue
         lines.append(f"best: {best.name}, loss {best.best_loss:.4f} on {best.set} after update {best.best_step}")
     reasons = [key for key in keys if key.startswith(COMPARABLE)]
-    if len(tasks) == 1 and best_run(summaries) and (reasons or len({each.set for each in summaries if each.set}) > 1):
+    if (
+        len(tasks) == 1
+        and best_run(summaries)
+        and (reasons or len({summary.set for summary in summaries if summary.set}) > 1)
+    ):
         verb = "differ" if len(reasons) > 1 else "differs"
         said = ", ".join(reasons) or "eval.watch"
         lines.append(f"the losses may be of different samples or tokens: {said} {verb}")
@@ -187,9 +198,9 @@ def comparison_of(summaries: Sequence[RunSummary]) -> dict[str, Any]:
 def table_of(summaries: Sequence[RunSummary], keys: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of a table; a heading with ">" stands over numbers."""
     head = ["run", "state", *(f">{key}" for key in keys), ">best loss", ">at update", ">tokens/s", ">time", "started"]
-    if any(each.samples_per_second is not None for each in summaries):
+    if any(summary.samples_per_second is not None for summary in summaries):
         head[-3] = ">samples/s"
-    return head, [[one_line(cell) for cell in _cells(each, keys)] for each in summaries]
+    return head, [[one_line(cell) for cell in _cells(summary, keys)] for summary in summaries]
 
 
 def one_line(cell: str) -> str:

@@ -73,6 +73,7 @@ class Console:
 
     def __init__(self, *, enabled: bool, loss_digits: int, is_verbose: bool = False) -> None:
         self._enabled, self._loss_digits, self._is_verbose = enabled, loss_digits, is_verbose
+        self.is_logged = True  # False: another replica logs what all of them say
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._is_live = enabled and sys.stdout.isatty() and not self._rich.is_dumb_terminal
         self._progress = Progress(*columns(), console=self._rich, expand=True, disable=not self._is_live)
@@ -87,8 +88,9 @@ class Console:
     def say(self, text: str, shown: str | None = None) -> None:
         """Print lines, above the bar if there is one, and log them. ``shown`` is printed in place of the text."""
         if self._enabled:
-            self._log_text(text)
-            self._log.write()
+            if self.is_logged:
+                self._log_text(text)
+                self._log.write()
             self._print(text if shown is None or self._is_verbose else shown, is_cut=shown is not None)
 
     def warn(self, text: str) -> None:
@@ -156,7 +158,8 @@ class Console:
         every = self._every or 10 ** max(0, len(str(step)) - 2)
         if step % every == 0 or step in (1, self._num_updates) or self._is_verbose or row["loss"] is None:
             line = f"update {step:>4}  {update_words(row, self._loss_digits)}"
-            self._log_text(line)
+            if self.is_logged:
+                self._log_text(line)
             if self._updates is None or self._is_verbose:
                 self._print(line)
         if self._updates is not None and (is_due or step == self._num_updates):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
@@ -25,6 +26,7 @@ SKIPPED = "skipped.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
 CONDITIONS = ("threads", "devices", "cpu_capability", "torch", "torch_build", "cuda")  # of a microbatch's bits
 DIGEST = "sha256"  # key of a sealed table: the digest of everything else in it
+TAIL_BYTES = 2**16  # of a file of rows, which have those of its last update
 UNFINISHED = ".tmp"  # ending of a name until what it names is whole
 UNFINISHED_NAME = re.compile(rf"\..+\.[0-9a-f]{{32}}{re.escape(UNFINISHED)}")  # of `unfinished_name`
 Row = dict[str, Any]
@@ -227,10 +229,13 @@ class RetryingAppender:
     def write(self) -> None:
         """Write what is pending, if there is room."""
         with contextlib.suppress(OSError):
-            RetryingAppender.flush(self)
+            self._append()
 
     def flush(self) -> None:
         """Write what is pending. Raises `OSError` if that fails; everything stays pending then."""
+        self._append()
+
+    def _append(self) -> None:
         if not self.pending or self.path is None:
             return
         descriptor = open_to_append(self.path)
@@ -254,11 +259,22 @@ class JsonlFile(RetryingAppender):
     def __init__(self, path: Path, *, enabled: bool) -> None:
         super().__init__(path)
         self._file, self.is_enabled = path, enabled
+        self.shared: SharedFolder | None = None  # by replicas, one of which writes the rows that all of them make
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
         if self.is_enabled:
             self.pending.append(f"{to_json(row)}\n")
+
+    def _append(self) -> None:
+        """Write what is pending. A replica that is not the writer keeps its rows until another has written them."""
+        if self.shared is None or not self.pending:
+            super()._append()
+            return
+        with self.shared.turn(ROWS):
+            self.pending[:] = rows_not_in(self._file, self.pending)
+            if self.shared.is_writer:
+                super()._append()
 
     def cut(self, step: int) -> list[str]:
         """Drop the rows that a run which was never stopped would not have after ``step`` updates.
@@ -315,6 +331,26 @@ def find_rows(path: Path) -> tuple[list[Row], str]:
     first = next(wrong, None)
     problem = "" if first is None else f"line {first} is no row with a step"
     return [row for row in found if row is not None], problem
+
+
+def rows_not_in(path: Path, lines: Sequence[str]) -> list[str]:
+    """Return the lines after the last row of a file, to which every replica adds the same rows in the same order.
+
+    A last line that a kill has cut off is removed from the file.
+    """
+    if not path.exists():
+        return [*lines]
+    with os.fdopen(open_file(path, os.O_RDWR), "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        *tail, cut_off = file.read().split(b"\n")
+        file.truncate(size - len(cut_off))
+    steps = [row["step"] for line in tail if (row := row_of(line)) is not None]
+    last = steps[-1] if steps else -1
+    later = [line for line in lines if json.loads(line)["step"] >= last]
+    num_missing = sum(json.loads(line)["step"] > last for line in later)
+    num_written = min(steps.count(last), len(later) - num_missing)
+    return later[num_written:]
 
 
 def irregular_steps(steps: Sequence[int], last: int | None = None) -> str:

@@ -81,6 +81,13 @@ class Ranks:
         counted = self.sum(values if self.is_counted else [0.0] * len(values))
         return [value / self.layout.cp for value in counted]
 
+    def sum_of_data_and_gather(self, values: Sequence[float], value: float) -> tuple[list[float], list[float]]:
+        """Return `sum_of_data` of the values, and ``value`` of each rank, by one message."""
+        counted = values if self.is_counted else [0.0] * len(values)
+        of_ranks = [value if rank == self.rank else 0.0 for rank in range(self.size)]
+        sums = self.sum([*counted, *of_ranks])
+        return [total / self.layout.cp for total in sums[: len(values)]], sums[len(values) :]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.sum([0.0])

@@ -24,7 +24,10 @@ function cutText(cut, unit) {
   const tokens = unit === "tokens" && real ? `, ${whole.format(real)} real tokens, ${percentText(padding / (real + padding))} padding` : "";
   const rest = cut.left_out ? `; ${countText(cut.left_out, "microbatch", "microbatches")} more are not written down` : "";
   const ranks = cut.ranks.length > 1 ? ` on each of ${countText(cut.ranks.length, "data rank")}` : "";
-  return `update ${cut.step}: ${countText(all("samples"), "sample")} in ${countText(microbatches, "microbatch", "microbatches")}${ranks}${tokens}${rest}`;
+  const work = cut.ranks.map((rank) => sum(rank.real) + sum(rank.padding));
+  const busiest = work.length > 1 && sum(work) && !cut.left_out
+    ? `; the busiest rank computes ${numberText((Math.max(...work) * work.length) / sum(work))} times the mean` : "";
+  return `update ${cut.step}: ${countText(all("samples"), "sample")} in ${countText(microbatches, "microbatch", "microbatches")}${ranks}${tokens}${busiest}${rest}`;
 }
 
 function drawBars(cut, unit, most, room) {

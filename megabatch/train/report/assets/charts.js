@@ -6,7 +6,7 @@ const CURVES = [
   ["reward", "mean reward of rollouts"],
   ["grad_norm", "gradient norm before clipping"], ["lr", "learning rate"],
   ["tokens_per_second", "real tokens per second"], ["samples_per_second", "samples per second"],
-  ["memory_gib", "most memory of the main rank (GiB)"], ["padding", "padding, share of computed tokens"],
+  ["mfu", "MFU, share of the device's peak"], ["memory_gib", "most memory of a rank (GiB)"], ["padding", "padding, share of computed tokens"],
   ["slowest_over_mean", "slowest rank over the mean, predicted"],
   ["measured_slowest_over_mean", "slowest rank over the mean, measured"],
 ];

@@ -5,9 +5,13 @@ const MOST_ROWS = 400;  // of a table; of more, every so manieth and the last
 const gibText = (gib) => `${gib.toPrecision(3)} GiB`;
 
 function factsOf(run) {
-  const { updates, sets, memory } = run;
-  const facts = [["updates", whole.format(lastOf(updates.step) || 0), run.planned ? `of ${whole.format(run.planned)}` : ""]];
-  facts.push(["loss of the last", numberText(lastOf(updates.loss)), ""]);
+  const { updates, sets, memory, model, settings } = run;
+  const facts = [];
+  if (model.parameters) facts.push(["parameters", model.parameters, model.name]);
+  if (settings.global_batch_size) facts.push(["samples an update", settings.global_batch_size, ""]);
+  if (settings.lr) facts.push(["learning rate", numberText(+settings.lr), settings.name || ""]);
+  facts.push(["updates", whole.format(lastOf(updates.step) || 0), run.planned ? `of ${whole.format(run.planned)}` : ""]);
+  facts.push(["loss of the last update", numberText(lastOf(updates.loss)), ""]);
   for (const [name, set] of Object.entries(sets).slice(0, 3)) {
     const there = (set.loss || []).filter((each) => each != null);
     if (!there.length) continue;
@@ -16,9 +20,15 @@ function factsOf(run) {
   }
   const unit = run.counts_tokens ? "tokens" : "samples";
   facts.push([run.counts_tokens ? "real tokens per second" : "samples per second", numberText(median(updates[`${unit}_per_second`] || [])), "median"]);
+  if (Number(run.start.num_ranks) > 1 && run.counts_tokens) facts.push(["tokens per second and device", numberText(median(updates.tokens_per_second_per_device || [])), "median"]);
+  if (updates.mfu) facts.push(["MFU", percentText(median(updates.mfu)), model.peak]);
   if (run.counts_tokens) facts.push(["padding", updates.padding ? percentText(median(updates.padding)) : "–", "median"]);
+  if (updates.slowest_over_mean) {
+    const measured = updates.measured_slowest_over_mean ? `, ${numberText(median(updates.measured_slowest_over_mean))} measured` : "";
+    facts.push(["busiest rank over the mean", numberText(median(updates.slowest_over_mean)), `predicted${measured}, medians`]);
+  }
   if (run.seconds != null) facts.push(["training time", durationText(run.seconds), leftText(run)]);
-  facts.push(["memory", updates.memory_gib ? gibText(lastOf(updates.memory_gib)) : "–",
+  facts.push(["most memory of a rank", updates.memory_gib ? gibText(lastOf(updates.memory_gib)) : "–",
     memory.peak_gib ? `update ${memory.step}: ${gibText(memory.peak_gib)} of ${gibText(memory.predicted_peak_gib)} predicted` : ""]);
   return facts;
 }
@@ -54,6 +64,12 @@ function numbersOf(run) {
     const keys = Object.keys(columns), every = Math.ceil(columns.step.length / MOST_ROWS);
     return tableOf(name, keys.map((key) => key.replaceAll("_", " ")), () => thinnedRows(columns, keys), every > 1 ? `, one in ${every} and the last` : "");
   });
+}
+
+function completionOf({ completion }) {
+  if (!completion.length) return [];
+  const [prompt, text] = completion;
+  return [element("h3", {}, "prompt"), element("pre", { class: "text" }, prompt), element("h3", {}, "completion"), element("pre", { class: "text" }, text)];
 }
 
 function skippedOf(run) {

@@ -1,0 +1,165 @@
+"""Dealing by measurements: what microbatches cost and how fast each rank is, settled on by all ranks of a run.
+
+Every rank has the same seconds of all ranks (`RankTiming`), so that speeds need no further message. The samples of an
+update stay the same, and so does its gradient up to rounding.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from megabatch import CostModel, MegabatchError
+from megabatch.train.autotune.microbatch_limit import relative_cost
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.data.updates import Dealing
+
+FIRST = 4  # measured updates after which ranks settle; then after twice as many, and so on
+WINDOW = 32  # the newest updates count
+LEAST_GAIN = 0.05  # of the seconds of an update, for which it is worth to deal otherwise
+SAID_GAIN, SAID_AFTER = 0.1, 8  # the gain that a run speaks of, and the measured updates that show it
+LEAST_CHANGE = 1.1  # factor between speeds in use and measured ones, below which updates stay dealt as they are
+FINENESS = 64  # speeds are multiples of 1 / 64, since smaller differences are noise
+
+
+class RankSpeeds(NamedTuple):
+    """Measured speeds of the data ranks, and what dealing by them saves."""
+
+    speeds: tuple[float, ...]  # relative to the fastest
+    seconds: float  # of the slowest rank in an update, as it is dealt now
+    balanced_seconds: float  # if all ranks finish together
+
+    @property
+    def gain(self) -> float:
+        """Fraction of the seconds that dealing by the speeds saves."""
+        return 1 - self.balanced_seconds / self.seconds
+
+    @property
+    def names(self) -> str:
+        """The slowest rank and its speed, for a person."""
+        slowest = min(range(len(self.speeds)), key=self.speeds.__getitem__)
+        return f"rank {slowest} has {self.speeds[slowest]:.2f} times the speed of the fastest"
+
+
+class SpeedMeter:
+    """Estimates speeds from the seconds that ranks took, and those that their samples explain."""
+
+    def __init__(self) -> None:
+        self._updates: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=WINDOW)
+
+    def add(self, measured: Sequence[float], predicted: Sequence[float]) -> None:
+        """Take in an update. One in which a rank had no samples says nothing of that rank."""
+        if all(measured) and all(predicted):
+            self._updates.append((measured, predicted))
+
+    def speeds(self) -> RankSpeeds | None:
+        """Return the speeds: medians over the updates. None before the first update."""
+        if not self._updates:
+            return None
+        num_ranks = len(self._updates[0][0])
+        rates = [median(predicted[rank] / measured[rank] for measured, predicted in self._updates)
+                 for rank in range(num_ranks)]  # fmt: skip
+        fastest = max(rates)
+        speeds = tuple(max(1, round(FINENESS * rate / fastest)) / FINENESS for rate in rates)
+        # From the rates, since dealing by them does not end what varies from update to update.
+        slowest = median(
+            max(seconds / rate for seconds, rate in zip(predicted, rates, strict=True))
+            for _, predicted in self._updates
+        )
+        balanced = median(sum(predicted) for _, predicted in self._updates) / sum(rates)
+        return RankSpeeds(speeds, slowest, balanced)
+
+
+class MeasuredDealing(Callback):
+    """Settle on a cost (``update.cost``) and on speeds (``update.balance``), by which updates are dealt. Collective.
+
+    With ``update.balance = "off"`` it says once what dealing by speeds would gain, where that is worth it.
+
+    Raises `MegabatchError` for speeds that nothing measures.
+    """
+
+    def __init__(self, context: RunContext, *, has_seconds: bool) -> None:
+        update = context.config.update
+        self._uses_speeds, self._measures_cost = update.balance == "measured", update.cost == "measure"
+        if self._uses_speeds and not has_seconds:
+            raise MegabatchError(
+                'update.balance is "measured", and the time of each rank is measured under DistributedDataParallel '
+                'with a loss of single samples only; set parallel.wrapper = "ddp", or leave update.balance out'
+            )
+        self._updates, self._ranks = context.updates, context.ranks
+        self._meter, self._num_updates, self._has_said = SpeedMeter(), 0, False
+        if self._uses_speeds or self._measures_cost:
+            context.positions["dealing"] = self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what updates are dealt by, as JSON."""
+        cost, speeds = self._updates.dealing.cost, self._updates.dealing.speeds
+        return {"speeds": speeds, "cost": None if cost is None else list(numbers_of(cost))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Deal as before. Speeds of another number of ranks are measured again."""
+        dealing, speeds, cost = self._updates.dealing, state["speeds"], state["cost"]
+        if self._measures_cost and cost is not None:
+            dealing = replace(dealing, cost=CostModel(*cost))
+        if self._uses_speeds and speeds is not None and len(speeds) == self._ranks.dp_degree:
+            dealing = replace(dealing, speeds=tuple(speeds))
+        self._updates.deal_by(dealing)
+
+    def after_update(self, context: RunContext) -> None:
+        """Take in the seconds of an update. After some updates, settle."""
+        self._num_updates += 1
+        if context.rank_seconds is not None and self._num_updates > 1:  # the first allocates memory
+            self._meter.add(*context.rank_seconds)
+        count = self._num_updates - 1
+        if count < FIRST or count & (count - 1):
+            return
+        dealing = self._settle_speeds(context, self._updates.dealing)
+        if self._measures_cost:
+            dealing = self._settle_cost(context, dealing)
+        self._updates.deal_by(dealing)
+
+    def _settle_speeds(self, context: RunContext, dealing: Dealing) -> Dealing:
+        """Return the dealing with the speeds, if they are worth it."""
+        found = self._meter.speeds()
+        if found is None or found.gain < LEAST_GAIN:
+            return dealing
+        seconds = f"{found.balanced_seconds:.2g} s instead of {found.seconds:.2g} s ({found.gain:.0%} less)"
+        if self._uses_speeds:
+            self._meter = SpeedMeter()  # after this, updates may be dealt otherwise
+            if not differ(found.speeds, dealing.speeds or (1.0,) * len(found.speeds)):
+                return dealing
+            context.console.say(
+                f"updates are dealt by measured speeds from {context.step + 1} on: {found.names}; forward and backward "
+                f"should take {seconds}"
+            )
+            return replace(dealing, speeds=found.speeds)
+        is_known = found.gain >= SAID_GAIN and self._num_updates > SAID_AFTER
+        if is_known and not self._has_said and self._can_use_speeds(context):
+            self._has_said = True
+            context.console.say(
+                f'ranks differ in speed: {found.names}; with update.balance = "measured", forward and backward of an '
+                f"update would take {seconds}"
+            )
+        return dealing
+
+    def _can_use_speeds(self, context: RunContext) -> bool:
+        return not (context.config.update.same_bits or context.config.update.one_row)
+
+    def _settle_cost(self, context: RunContext, dealing: Dealing) -> Dealing:
+        """Return the dealing with the measured cost of the first rank that has one. Collective."""
+        cost = context.learner.gradient.cost
+        longest = max(context.plan.lengths, default=1)
+        costs = context.ranks.gather(None if cost is None else numbers_of(relative_cost(cost, longest)))
+        known = next((each for each in costs if each is not None), None)
+        return dealing if known is None else replace(dealing, cost=CostModel(*known))
+
+
+def differ(speeds: Sequence[float], others: Sequence[float]) -> bool:
+    """Return True if the speed of a rank has changed by more than noise."""
+    return any(max(one / other, other / one) > LEAST_CHANGE for one, other in zip(speeds, others, strict=True))
+
+
+def numbers_of(cost: CostModel) -> tuple[float, float, float]:
+    """Return the numbers that split and deal samples."""
+    return cost.seconds_per_microbatch, cost.seconds_per_token, cost.seconds_per_pair

@@ -1,0 +1,1 @@
+"""Preview: samples as a model gets them, and text that it writes, in the terminal."""
