@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import result
 from megabatch import GradientAccumulator, losses
+from megabatch.planners import Tokens
 
 NUM_REPEATS = 3
 NUM_SAMPLES, SHORTEST, LONGEST = 64, 16, 128
@@ -83,9 +84,9 @@ def measure(hidden: int, layers: int) -> dict[str, Any]:
         limits.append(gradient.fit)
     num_forwards, tokens, seconds = map(statistics.median, zip(*tuned, strict=True))
     middle = sorted(limits, key=lambda fit: fit.max_microbatch_tokens)[NUM_REPEATS // 2]
-    cut = GradientAccumulator(model, max_microbatch_tokens=middle.max_microbatch_tokens, cost=middle.cost)
+    cut = GradientAccumulator(model, planner=Tokens(middle.max_microbatch_tokens, middle.cost))
     num_microbatches, update_tokens, update_seconds = measure_updates(cut)
-    whole = GradientAccumulator(model, max_microbatch_tokens=NUM_SAMPLES * LONGEST, cost=middle.cost)
+    whole = GradientAccumulator(model, planner=Tokens(NUM_SAMPLES * LONGEST, middle.cost))
     _, _, whole_seconds = measure_updates(whole)
     return {
         "choice": {"forwards": num_forwards, "tokens": tokens, "ms": 1000 * seconds},
@@ -102,7 +103,7 @@ def compare_costs(hidden: int, layers: int, num_samples: int, cap: int) -> dict[
     generator, model = torch.Generator().manual_seed(1), build(hidden, layers)
     split_by = {
         "relative": GradientAccumulator(model, max_microbatch_tokens=cap),
-        "measure": GradientAccumulator(model, max_microbatch_tokens=cap, cost="measure"),
+        "measure": GradientAccumulator(model, planner=Tokens(cap, "measure")),
     }
     found = {name: {"ms": 0.0, "microbatches": 0} for name in split_by}
     for step in range(NUM_COLD + NUM_UPDATES):

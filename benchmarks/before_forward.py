@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import result
 from megabatch import GradientAccumulator, UpdateSampler, losses
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
 from megabatch.engine import call as engine_call
 from megabatch.losses.contract import loss, loss_hooks
 from megabatch.train.runtime.ranks import Ranks
@@ -114,7 +114,7 @@ def in_memory(size: int) -> Row:
     gradient = GradientAccumulator(nn.Embedding(384, 8), max_microbatch_tokens=2 * CAP_TOKENS)
     texts = [torch.zeros(int(length), dtype=torch.long) for length in lengths_of(size)]
     samples = [{"input_ids": each, "labels": each} for each in texts]
-    planner, hooks = gradient._planner, loss_hooks(losses.next_token)  # the methods that forward_backward calls first
+    planner, hooks = gradient.planner, loss_hooks(losses.next_token)  # the methods that forward_backward calls first
     rows: list[list[float]] = []
     for _ in range(NUM_UPDATES):
         times = [time.thread_time()]

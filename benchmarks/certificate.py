@@ -2,10 +2,12 @@
 
     python -m benchmarks.certificate --write           # measures, writes the result and the table of docs/peers.md
     python -m benchmarks.certificate --table           # the table alone, from the result
-    python -m benchmarks.certificate --only "sft|dpo"  # some, and writes nothing
+    python -m benchmarks.certificate --only "sft|dpo"  # some; with --write, the other rows stay
 
 The loops are those of tests/integrations/audited_loops.py: 20 texts of 4 to 59 random tokens, two to a microbatch, four
-microbatches to an optimizer step, and a last step of two. Each runs in a process of its own.
+microbatches to an optimizer step, and a last step of two. Each runs in a process of its own. torchtune and torchtitan
+need environments of their own: TUNE_PYTHON and TITAN_PYTHON name their interpreters (the packages are in
+tests/integrations/test_torchtune.py and test_torchtitan.py). Without them, their rows stay as they were.
 """
 
 import argparse
@@ -33,6 +35,7 @@ class Peer(NamedTuple):
 
     name: str
     library: str  # whose version is shown
+    python: str | None = None  # the environment variable that names its interpreter
 
 
 PEERS = {  # kind of tests.integrations.audited_loops → the loop
@@ -47,27 +50,42 @@ PEERS = {  # kind of tests.integrations.audited_loops → the loop
     "dpo": Peer("TRL `DPOTrainer`", "trl"),
     "grpo": Peer("TRL `GRPOTrainer`", "trl"),
     "sentence-transformers": Peer("sentence-transformers, in-batch negatives", "sentence-transformers"),
+    "torchtune": Peer("torchtune, `full_finetune_single_device`", "torchtune", "TUNE_PYTHON"),
+    "torchtitan": Peer("torchtitan, `CrossEntropyLoss`", "torchtitan", "TITAN_PYTHON"),
+    "torchtitan-chunked": Peer("torchtitan, chunked loss (default)", "torchtitan", "TITAN_PYTHON"),
 }
 
 
-def measure(kind: str) -> dict[str, Any]:
-    """Audit a loop in a process of its own; return its row."""
+def measure(kind: str, python: str) -> dict[str, Any]:
+    """Audit a loop in a process of its own, by an interpreter; return its row."""
     environment = os.environ | {"PYTHONPATH": str(result.ROOT), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        loop = [sys.executable, "-m", "tests.integrations.audited_loops", kind, folder]
-        audit = [sys.executable, "-m", "megabatch", "audit", "--to", f"{folder}/audit", "--", *loop]
+        loop = [python, "-m", "tests.integrations.audited_loops", kind, folder]
+        audit = [python, "-m", "megabatch", "audit", "--to", f"{folder}/audit", "--", *loop]
         done = subprocess.run(audit, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{kind}: {done.stdout[-500:]}{done.stderr[-1500:]}")
         findings, _ = read_findings(Path(folder, "audit"), kind)
-    return row_of(findings, kind)
+    return row_of(findings, kind, python)
 
 
-def row_of(findings: Audit, kind: str) -> dict[str, Any]:
+def interpreter_of(kind: str) -> str | None:
+    """Return the interpreter that has the library of a loop; None where nobody names it."""
+    variable = PEERS[kind].python
+    return sys.executable if variable is None else os.environ.get(variable)
+
+
+def version_of(library: str, python: str) -> str:
+    """Return the version of a library where an interpreter finds it."""
+    code = f"import importlib.metadata as metadata; print(metadata.version({library!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def row_of(findings: Audit, kind: str, python: str) -> dict[str, Any]:
     """Return what the table and the result say of a loop."""
     weights = [part for update in findings.updates for part in update.weights or [] if part.numel()]
     return {
-        "version": result.version(PEERS[kind].library),
+        "version": version_of(PEERS[kind].library, python),
         "verdict": verdict_of(findings),
         "lightest_token": min((float(part.min()) for part in weights), default=None),
         "heaviest_token": max((float(part.max()) for part in weights), default=None),
@@ -104,6 +122,11 @@ def write_table(path: Path) -> None:
     PAGE.write_text(f"{before}{START}\n{table_of(rows)}\n\n{link}\n\n{END}{after.partition(END)[2]}", encoding="utf-8")
 
 
+def newest() -> Path:
+    """Return the newest result."""
+    return max(result.RESULTS.glob("certificate_cpu_*.json"))
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,17 +135,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kinds of loops, as a regular expression")
     asked = parser.parse_args()
     if not asked.table:
+        before = json.loads(newest().read_text(encoding="utf-8"))["rows"]
         rows: dict[str, dict[str, Any]] = {}
-        libraries = {peer.library for peer in PEERS.values()}
-        made = result.made_with(libraries)
+        # Rows say the versions of libraries that have an interpreter of their own.
+        made = result.made_with({peer.library for peer in PEERS.values() if peer.python is None})
         for kind in PEERS:
-            if re.search(asked.only, kind):
-                rows[kind] = measure(kind)
+            python = interpreter_of(kind)
+            if re.search(asked.only, kind) and python is not None:
+                rows[kind] = measure(kind, python)
                 print(kind, rows[kind]["verdict"], sep=": ", flush=True)
+            elif kind in before:
+                rows[kind] = before[kind]
         if not asked.write:
             return
         result.write(result.dated("certificate"), {**made, "rows": rows})
-    write_table(max(result.RESULTS.glob("certificate_cpu_*.json")))
+    write_table(newest())
 
 
 if __name__ == "__main__":

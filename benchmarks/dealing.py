@@ -129,7 +129,8 @@ def row_of(data: str, num_ranks: int, per_rank: int, peer: Callable[..., list[li
         }  # fmt: skip
         if peer is not None and len(lengths) <= MOST_REBALANCED:
             parts = peer([int(WORK.sample_seconds(length)) for length in lengths.tolist()], num_ranks, equal_size=False)
-            update["verl"] = cut_of([lengths[part] for part in parts])[0] / mean
+            peer_work, peer_microbatches = cut_of([lengths[part] for part in parts])
+            update |= {"verl": peer_work / mean, "verl_microbatches": peer_microbatches}
         if len(lengths) <= MOST_REBALANCED:
             divisors = [number for number in range(1, microbatches + 1) if per_rank % number == 0]
             found = [rebalanced(lengths, num_ranks, number) for number in divisors]

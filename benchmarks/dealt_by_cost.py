@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import result
 from benchmarks.speed.__main__ import GSM8K
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
+from megabatch.planners import Auto, Tokens
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.partition import balance
 from megabatch.train.autotune.microbatch_limit import MAX_RATIO, MIN_RATIO, even_tokens
@@ -70,7 +71,7 @@ def fits(model: torch.nn.Module, lengths: np.ndarray, number: int) -> list[Tuned
     """What a microbatch was measured to cost, anew each time."""
     found: list[TunedLimit] = []
     for _ in range(number):
-        gradient = GradientAccumulator(model, max_microbatch_tokens="auto", memory_bytes=MEMORY_BYTES)
+        gradient = GradientAccumulator(model, planner=Auto(memory_bytes=MEMORY_BYTES))
         usual = np.random.default_rng(0).choice(lengths, 15).tolist()
         gradient.tune(samples_of([int(lengths.max()), *usual]), losses.next_token)
         assert gradient.fit is not None
@@ -109,7 +110,7 @@ def share_seconds(gradient: GradientAccumulator, lengths: list[int]) -> float:
 
 def dealt(model: torch.nn.Module, lengths: np.ndarray, price: CostModel, ranks: int, size: int, number: int) -> Row:
     """The slowest rank over the mean, measured, of the same updates dealt in both ways."""
-    gradient = GradientAccumulator(model, max_microbatch_tokens=CAP_TOKENS, cost=price)
+    gradient = GradientAccumulator(model, planner=Tokens(CAP_TOKENS, price))
     ways = {"by_length": float, "by_cost": price.sample_seconds}
     over: dict[str, list[float]] = {way: [] for way in ways}
     for ids, _ in zip(UpdateSampler(lengths, global_batch_size=size), range(number), strict=False):

@@ -1,7 +1,7 @@
 """Other libraries' loops before and after megabatch: gradient error, lines changed and seconds of an update.
 
     python -m benchmarks.dropins --write               # measures, and writes the result, a row at a time
-    python -m benchmarks.dropins --table               # writes the table of docs/integrations.md, from the result
+    python -m benchmarks.dropins --table               # writes the table of docs/benchmarks.md, from the result
     python -m benchmarks.dropins --only "DPO|KTO"
 
 Errors: a small GPT-2 in float64 on samples of uneven length, 4 microbatches of 4 samples an update, a learning rate of
@@ -45,7 +45,7 @@ from megabatch import GradientAccumulator, losses
 from megabatch.batching.samples import pad_right
 from tests.exact import oracle
 from tests.integrations.test_torchtitan import run_titan
-from tests.integrations.test_torchtune import RECIPE, find_recipe, patched, run_tune
+from tests.integrations.test_torchtune import find_recipe, patched, run_tune
 from tests.integrations.trl_users import text, tokenizer, uncut
 
 IGNORED = -100
@@ -53,7 +53,7 @@ SMALL, LARGE = 16, 32  # samples of an update: for errors, and for seconds
 UPDATES, WIDTHS = {SMALL: 4, LARGE: 6}, {SMALL: 64, LARGE: 96}
 CAP = {"max_microbatch_tokens": 512}
 SIZES = (1, 2, 4, 8)  # samples of a microbatch
-PAGE = result.ROOT / "docs" / "integrations.md"
+PAGE = result.ROOT / "docs" / "benchmarks.md"
 START, END = "<!-- dropins: python -m benchmarks.dropins --table -->\n", "<!-- end of dropins -->"
 Samples = list[dict[str, Any]]
 Gradient = dict[str, Tensor]
@@ -408,7 +408,7 @@ def measure_titan() -> dict[str, Any]:
 
 
 def measure_tune() -> dict[str, Any]:
-    row: dict[str, Any] = {"lines": lines_of_diff(f"--- a/recipes/{RECIPE}")}
+    row: dict[str, Any] = {"lines": count((result.ROOT / "examples/torchtune.diff").read_text().splitlines())}
     with tempfile.TemporaryDirectory() as folder:
         recipe = find_recipe(Path(folder))
         for when, each in (("before", recipe), ("after", patched(recipe, Path(folder)))):
@@ -420,10 +420,9 @@ def measure_tune() -> dict[str, Any]:
 NESTED = {"torchtitan": measure_titan, "torchtune": measure_tune}
 COLUMNS = {  # of the page, with a format
     "error before": "{:.1e}", "error after": "{:.1e}", "cpu_seconds before": "{:.3f}", "size before": "{}",
-    "cpu_seconds after": "{:.3f}", "wall_seconds before": "{:.3f}", "wall_seconds after": "{:.3f}",
+    "cpu_seconds after": "{:.3f}",
 }  # fmt: skip
-HEADER = ["loop", "lines", "error before", "error after", "CPU s before", "at samples a microbatch", "CPU s after",
-          "wall s before", "wall s after"]  # fmt: skip
+HEADER = ["loop", "lines", "error before", "error after", "CPU s before", "at samples a microbatch", "CPU s after"]
 
 
 def cells(name: str, row: dict[str, Any]) -> list[str]:

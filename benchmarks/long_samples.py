@@ -1,11 +1,11 @@
 """Memory and time of one long sample: in chunks, whole, and whole with activation checkpointing.
 
-Each row is one forward and backward of a small Llama (4 layers of 256, float32) on the CPU, in a process of its own.
+Each row is one forward and backward of a small Llama (2 layers of 64, float32) on the CPU, in a process of its own.
 Memory is the high-water mark of resident memory (VmHWM, reset before the update) above what was resident before the
 update. Seconds are CPU seconds. Writes benchmarks/results/long_samples_*.json.
 
-    python -m benchmarks.long_samples                   # 1k to 16k tokens, about ten minutes
-    python -m benchmarks.long_samples 32768 65536       # these lengths instead
+    python -m benchmarks.long_samples                   # 1k to 64k tokens, about ten minutes
+    python -m benchmarks.long_samples 2048 8192           # these lengths instead
 """
 
 import json
@@ -22,7 +22,7 @@ from benchmarks import result
 from megabatch import GradientAccumulator, losses
 from megabatch.batching import InsideSamples
 
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LENGTHS = (1024, 4096, 16384, 65536)
 CHUNK_TOKENS = 512
 WHOLE_AT_MOST = 16384  # tokens that are also measured without chunks
 WAYS = ("chunks", "whole", "checkpointing")
@@ -33,8 +33,8 @@ CLAIM = "a sample in chunks takes the memory of one chunk and of its keys and va
 def model_of(*, checkpoints: bool) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "llama", vocab_size=256, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=131072,
+        "llama", vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=131072,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).train()
     if checkpoints:
@@ -53,7 +53,7 @@ def measure(way: str, length: int) -> dict[str, Any]:
     model = model_of(checkpoints=way == "checkpointing")
     options: dict[str, Any] = {"micro_batch_size": 1}
     if way == "chunks":
-        options = {"max_microbatch_tokens": CHUNK_TOKENS, "collate": InsideSamples()}
+        options = {"max_microbatch_tokens": CHUNK_TOKENS, "batching": InsideSamples()}
     gradient = GradientAccumulator(model, **options)
     ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(1))
     # Allocates gradients and loads kernels, which are no part of the sample's memory.

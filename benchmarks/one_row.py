@@ -70,10 +70,10 @@ def ways_of(model: Any, size: Size, samples: list[dict[str, Tensor]]) -> tuple[d
     asked = {PADDED: ("sdpa", None)} | {f"one row, {each}": (each, OneRow()) for each in there}
     ways: dict[str, Way] = {}
     accumulators: dict[str, GradientAccumulator] = {}
-    for name, (attention, collate) in asked.items():
+    for name, (attention, batching) in asked.items():
         model.set_attn_implementation(attention)  # which a row is tried with
         accumulators[name] = GradientAccumulator(
-            model, max_microbatch_tokens=size.max_microbatch_tokens, collate=collate
+            model, max_microbatch_tokens=size.max_microbatch_tokens, batching=batching
         )
         ways[name] = partial(update, model, attention, accumulators[name], samples)
     return ways, accumulators

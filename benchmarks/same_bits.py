@@ -12,6 +12,7 @@ benchmarks/results/same_bits_*.json.
 import gc
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import result
 from megabatch import GradientAccumulator, losses
+from megabatch.planners import Rows, SameBits
 from tests.comm.counting import Collectives
 
-GRADES: dict[str, dict[str, Any]] = {"float32": {}, "float64": {"same_bits": True}}
+
+def unchanged(limit: Rows) -> Rows:
+    """Return the planner of sums in float32."""
+    return limit
+
+
+GRADES: dict[str, Callable[[Rows], Any]] = {"float32": unchanged, "float64": SameBits}
 NUM_UPDATES = {256: 16, 2048: 4}  # by tokens of a microbatch
 NUM_MICROBATCHES, WARMUP, NUM_RESAMPLES = 4, 1, 4000
 
@@ -39,11 +47,11 @@ def new_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
-def batch_of(tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+def batch_of(tokens: int) -> tuple[dict[str, torch.Tensor], Rows]:
     """An update, and the limit that cuts it: rows of 256 tokens."""
     rows = tokens // 256
     ids = torch.randint(0, 2048, (rows * NUM_MICROBATCHES, 256), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}, {"micro_batch_size": rows}
+    return {"input_ids": ids, "labels": ids}, Rows(rows)
 
 
 def bytes_of_gradients(model: nn.Module) -> int:
@@ -54,7 +62,7 @@ def compare(tokens: int) -> dict[str, Any]:
     """CPU milliseconds of an update in each grade, and ratios to float32 with their intervals."""
     batch, limit = batch_of(tokens)
     model = new_model()
-    gradients = {name: GradientAccumulator(model, **limit, **grade) for name, grade in GRADES.items()}
+    gradients = {name: GradientAccumulator(model, planner=grade(limit)) for name, grade in GRADES.items()}
     times: dict[str, list[float]] = {name: [] for name in GRADES}
     memory: dict[str, int] = {}
     num_updates = NUM_UPDATES[tokens]
@@ -94,10 +102,10 @@ def count_reduced(rank: int, wrapper: str, folder: str) -> None:
         if wrapper == "ddp":
             model = DistributedDataParallel(model)
         else:
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if grade else None)
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if name == "float64" else None)
             for layer in [*model.model.layers, model]:
                 fully_shard(layer, mp_policy=policy)
-        gradient = GradientAccumulator(model, **limit, **grade)
+        gradient = GradientAccumulator(model, planner=grade(limit))
         with Collectives() as counted:
             gradient.forward_backward(rows, losses.next_token)
             gradient.finalize(max_norm=1.0)

@@ -67,8 +67,8 @@ def measured_work(model: Any, work: Work, repeats: int) -> dict[str, Any]:
     """Error, tokens and times of one kind of work."""
     samples, limit = samples_of(work), 4 * (work.prompt + work.completion)
     accumulators = {
-        name: GradientAccumulator(model, max_microbatch_tokens=limit, collate=collate)
-        for name, collate in ((PADDED, None), (SHARED, SharedPrefix()))
+        name: GradientAccumulator(model, max_microbatch_tokens=limit, batching=batching)
+        for name, batching in ((PADDED, None), (SHARED, SharedPrefix()))
     }
     ways: dict[str, Way] = {name: partial(update, each, samples) for name, each in accumulators.items()}
     ways[PADDED]()

@@ -6,7 +6,7 @@
     python -m benchmarks.gpu --table                    # the tables of docs/benchmarks.md, from the newest result
 
 Each section is a process with a time limit of its own. A crash, a hang or a lack of memory ends that section alone. A
-row is written the moment it is measured. Sections without timings run side by side first. docs/gpu.md says what each
+row is written the moment it is measured. Sections without timings run side by side first. README.md says what each
 number means.
 """
 

@@ -10,6 +10,7 @@ from benchmarks.gpu.job import GIB, Job, median_ms
 from benchmarks.gpu.recovery import profile_updates
 from megabatch import GradientAccumulator, losses
 from megabatch.batching import OneRow
+from megabatch.planners import Auto
 
 LIMITS = (4096, 8192, 16384, 32768, 65536)
 NEAR = 1.05  # times the tokens a second of "auto" that the best limit by hand may reach
@@ -48,7 +49,7 @@ def _choose(job: Job, shape: str, data: str, memory_bytes: int | None) -> dict[s
     updates = _updates(job, shape, data)
     model = models.llama(shape, torch.bfloat16, job.device, small=job.small)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=job.is_cuda)
-    gradient = GradientAccumulator(model, memory_bytes=memory_bytes)
+    gradient = GradientAccumulator(model, planner=Auto(memory_bytes=memory_bytes))
     gradient.reserve_for(optimizer)
     start = job.now()
     gradient.tune(updates[0], losses.next_token)
@@ -102,8 +103,8 @@ def run_one_row(job: Job) -> None:
             except ImportError as error:
                 row["left_out"] = str(error)[:120]
                 continue
-            collate = OneRow(flash_attn_kwargs=attention == "varlen")
-            gradient = GradientAccumulator(model, max_microbatch_tokens=640, collate=collate)
+            batching = OneRow(flash_attn_kwargs=attention == "varlen")
+            gradient = GradientAccumulator(model, max_microbatch_tokens=640, batching=batching)
             gradient.forward_backward(samples, losses.next_token)
             gradient.finalize()
             row |= models.errors(models.gradients(model), expected)
@@ -112,11 +113,11 @@ def run_one_row(job: Job) -> None:
     ways: dict[str, tuple[str, Any]] = {"padded": ("sdpa", None), "one row": ("sdpa", OneRow())}
     if job.is_cuda:
         ways["one row, varlen"] = "varlen", OneRow(flash_attn_kwargs=True)
-    for name, (attention, collate) in ways.items():
+    for name, (attention, batching) in ways.items():
         with job.row(f"seconds, {name}") as row:
             model = models.llama("0.1B", torch.bfloat16, job.device, small=job.small, attention=attention)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=job.is_cuda)
-            gradient = GradientAccumulator(model, max_microbatch_tokens=job.pick(8192, 512), collate=collate)
+            gradient = GradientAccumulator(model, max_microbatch_tokens=job.pick(8192, 512), batching=batching)
             row["ms"] = median_ms([_update(job, gradient, optimizer, update) for update in updates][1:])
 
 
