@@ -32,7 +32,7 @@ FEATURES = re.compile(
     r"same_bits|_shapes\b|\.shapes\b|tuner|\b_?meter\b|\bearly\b|_sharing\b|is_packed|is_pipeline"
     r"|JointLoss|_loop\b|context_groups|deferred|\btold\b|is_held|takes_mask|OneRow|SharedPrefix|prepared\.parts"
     r"|outgrown|takes_divisor|\.shared\b|learned|self\.fit\b|compares_order|wide\.dtype|is_new|_part\b"
-    r"|forwards_meet|is_shared|\.expect\b"
+    r"|forwards_meet|is_shared|\.expect\b|\btried\b|runs_alone|_tuner"
 )
 LENGTHS = (9, 7, 8, 5)
 Function = ast.FunctionDef | ast.AsyncFunctionDef

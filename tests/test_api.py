@@ -9,16 +9,14 @@ import megabatch
 from megabatch import GradientAccumulator, Learner, Plan, Update, UpdateSampler, Verification, losses
 
 NAMES = {
-    "Audit", "CostModel", "GradientAccumulator", "JointLoss", "Learner", "LossContractError", "MegabatchError", "Plan",
-    "PlanError", "Term", "Update", "UpdateSampler", "Verification", "audit", "loss", "losses", "mean", "plan",
-    "verify",
+    "Audit", "CostModel", "Extension", "GradientAccumulator", "JointLoss", "Learner", "LossContractError",
+    "MegabatchError", "Plan", "PlanError", "Planner", "Term", "Update", "UpdateSampler", "Verification", "audit",
+    "loss", "losses", "mean", "plan", "verify",
 }  # fmt: skip
 
 SIGNATURES = {
-    GradientAccumulator: "(model, *, mesh=None, micro_batch_size=None, max_microbatch_tokens=None, memory_bytes=None, "
-    "cost=None, "
-    "sync='auto', collate=None, length=None, padding=None, accumulate_dtype=None, "
-    "same_bits=False, shapes=None)",
+    GradientAccumulator: "(model, *, micro_batch_size=None, max_microbatch_tokens=None, planner=None, "
+    "collate=None, batching=None, length=None, sync='auto', mesh=None, accumulate_dtype=None, extensions=(), **moved)",
     GradientAccumulator.forward_backward: "(self, batch, loss_fn, *, plan=None)",
     GradientAccumulator.forward: "(self, batch, fn, *, plan=None, trim=True)",
     GradientAccumulator.evaluate: "(self, batch, loss_fn)",
@@ -32,6 +30,7 @@ SIGNATURES = {
     Learner: "(model, optimizer, gradient, *, scheduler=None, max_norm=None)",
     Learner.forward_backward: "(self, batch, loss_fn)",
     Learner.optim_step: "(self)",
+    Learner.apply: "(self, update)",
     Learner.state_dict: "(self)",
     Learner.load_state_dict: "(self, state)",
     UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=None, dp_degree=None, tail='step', cost=None, "

@@ -3,7 +3,6 @@
 import ast
 import re
 import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,12 +38,9 @@ def test_the_picture_has_every_chapter_in_order() -> None:
     assert list(SCRIPT["CHAPTERS"]) == CHAPTERS
 
 
-def test_the_map_names_every_chapter_and_every_file_of_engine_and_wrappers_once() -> None:
+def test_the_map_names_every_chapter_in_order() -> None:
     chapters = [f"{each}.py" if f"{each}.py" in FILES else f"{each}/" for each in CHAPTERS]
-    files = [name for name in FILES if name.startswith(("engine/", "wrappers/")) and not name.endswith("__init__.py")]
-    listed = re.findall(r"^\| `([\w/.]+)` \|", section("The map"), re.MULTILINE)
-    assert sorted(listed) == sorted([*chapters, *files])
-    assert [each for each in listed if each in chapters] == chapters
+    assert re.findall(r"^\| `([\w/.]+)` \|", section("The map"), re.MULTILINE) == chapters
 
 
 def test_the_page_names_functions() -> None:
@@ -57,10 +53,8 @@ def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
 
 
 def test_the_page_counts_the_planted_bugs() -> None:
-    rows = re.findall(r"^\| [^|]+ \| (\d+) \| `pytest ([\w/.]+)` \|$", section("Planted bugs"), re.MULTILINE)
-    faults = sum(map(len, proofs.FAULTS.values()))
-    assert {Path(file).stem if "exact" in file else "trainer": int(number) for number, file in rows} == {
-        "test_mutations": len(MUTATIONS), "test_joint": len(test_joint.BUGS), "test_memory": len(test_memory.PLANTED),
-        "test_pipeline": len(test_pipeline.OWN), "test_context": len(test_context.BUGS), "test_proofs": faults,
-        "test_windows": len(test_windows.PLANTED), "test_tied": len(test_tied.PLANTED), "trainer": len(BUGS),
-    }  # fmt: skip
+    tables = [
+        MUTATIONS, test_joint.BUGS, test_memory.PLANTED, test_pipeline.OWN, test_context.BUGS, test_windows.PLANTED,
+        test_tied.PLANTED, BUGS, *proofs.FAULTS.values(),
+    ]  # fmt: skip
+    assert f"Nine tests plant {sum(map(len, tables))} bugs" in section("Planted bugs")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import dropins, hardware, memory, needless_pass, result, throughput
+from benchmarks import dropins, elastic_torchft, hardware, memory, needless_pass, result, throughput
 from benchmarks.llama import flops_per_token, llama, sizes_of
 from benchmarks.speed import table
 from benchmarks.speed.__main__ import left_out
@@ -330,3 +330,37 @@ def test_the_lines_of_a_drop_in_are_those_of_its_two_forms():
     assert dropins.ROWS["Trainer"].lines == (4, 1)  # the import, the class and the call
     assert all(min(row.lines) > 0 for row in dropins.ROWS.values())
     assert dropins.lines_of_diff("-from torchtitan.trainer import Trainer") == (1, 1)
+
+
+@pytest.mark.skipif(result.version("torchft") is not None, reason="torchft is installed")
+@pytest.mark.parametrize("name", ["elastic_torchft", "elastic_peers"])
+def test_a_benchmark_of_torchft_says_in_one_line_what_to_install(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).splitlines()[-1] == f"benchmarks.{name}: {elastic_torchft.MISSING}"
+
+
+def test_the_runs_with_lost_replicas_are_what_the_page_says():
+    found = json.loads(sorted(result.RESULTS.glob("elastic_torchft_cpu_*.json"))[-1].read_text())
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert list(found["summary"]) == list(dict.fromkeys(case.name for case, _ in elastic_torchft.cases()))
+    assert all(row["right"] for row in found["rows"])
+    for name, row in found["summary"].items():
+        assert row["largest_error"] <= (0.0 if name.startswith("same bits") else elastic_torchft.TOLERANCE)
+    right, runs, kills = (sum(row[key] for row in found["summary"].values()) for key in ("right", "runs", "kills"))
+    assert f" {right} of {runs} runs were right, with {kills} kills" in page
+    at_random = found["summary"]["at random"]
+    seconds = at_random["microbatch_seconds_median"], at_random["microbatch_seconds_worst"]
+    assert "it takes {:.2f} s at the median of the random runs, and {:.2f} s at worst".format(*seconds) in page
+
+
+def test_the_peers_of_a_lost_replica_are_what_the_page_says():
+    found = json.loads(sorted(result.RESULTS.glob("elastic_peers_cpu_*.json"))[-1].read_text())
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    for name, row in found["summary"].items():
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        assert f"| {row['seconds_median']:.2f} | {row['seconds_worst']:.2f} |" in line
+    for name, row in found["price"].items():
+        assert f"| {name} | {row['messages_per_update']:.0f} | {row['cpu_ms_per_update']:.0f} |" in page

@@ -48,10 +48,10 @@ LIBRARY = sorted(
     if each.relative_to(PACKAGE).parts[0] not in ("train", "simulate", "integrations", "__main__.py")
 )
 ELSEWHERE = {  # parts of errors that other tests provoke
-    "same_bits=True and the loss draws random numbers": "tests/unit/test_same_bits.py",
+    "SameBits and the loss draws random numbers": "tests/unit/test_same_bits.py",
     "steps a shard to other bits than a whole": "tests/unit/test_same_bits.py",
     "failed when a copy was tried on small parameters and on": "tests/unit/test_same_bits.py",
-    "same_bits=True and the ranks hold": "tests/unit/test_same_bits.py",
+    "SameBits and the ranks hold": "tests/unit/test_same_bits.py",
     "cannot keep low bits:": "tests/unit/test_low_bits.py",
     "has no bfloat16 parameter; leave": "tests/unit/test_low_bits.py",
     "state_dtype is ": "tests/unit/test_low_bits.py",
@@ -59,7 +59,15 @@ ELSEWHERE = {  # parts of errors that other tests provoke
     "writes to its parameter groups in a step; use": "tests/unit/test_low_bits.py",
     "so that it is not elementwise;": "tests/unit/test_low_bits.py",
     "InsideSamples": "tests/exact/test_inside_samples.py",
+    "leave Shapes out": "tests/exact/test_shapes.py",
     " cut into chunks and ": "tests/exact/test_inside_samples.py",
+    "is not cut into chunks of": "tests/train/test_long_samples.py",
+    "run simulates ": "tests/train/test_long_samples.py",
+    "which the loss calls twice; let": "tests/exact/test_chunked_programs.py",
+    "tokens of a microbatch of ": "tests/exact/test_chunked_programs.py",
+    "of which chunks are of one token": "tests/exact/test_chunked_programs.py",
+    "does not go on from the state that it is given": "tests/exact/test_chunked_families.py",
+    "recomputes activations; turn that off": "tests/exact/test_chunked_programs.py",
     "begin anew inside of the sample": "tests/exact/test_inside_samples.py",
     " needs all tokens of a sample at once": "tests/exact/test_inside_samples.py",
     "the loss needs all tokens of a sample": "tests/exact/test_inside_samples.py",

@@ -27,13 +27,18 @@ RECIPES = ROOT / "recipes"
 MAX_LINES, MAX_LINES_OF = 32, {"flow_digits.py": 120, "accelerated.py": 40, "module.py": 40}
 MAX_LINES_OF |= {
     "dpo.py": 55,
+    "elastic_torchft.py": 60,
     "grpo.py": 170,
     "classification.py": 41,
+    "extension.py": 40,
     "masked.py": 41,
     "seq2seq.py": 40,
     "nanogpt_loop.py": 63,
 }
-QUICK = ["experts", "images", "learner", "loop", "nanogpt_loop", "own_loss", "several_terms", "two_towers"]
+QUICK = [
+    "batching", "experts", "extension", "images", "learner", "loop", "nanogpt_loop", "own_loss", "planner",
+    "several_terms", "two_towers",
+]  # fmt: skip
 OF_RECIPES = ["classification", "dpo", "masked", "seq2seq"]  # run by tests/train/test_loss_recipes.py
 ON_RANKS = ["ddp", "fsdp2"]
 IN_OTHER_LOOPS = ["trainer", "accelerated", "module"]
@@ -75,8 +80,8 @@ def assert_falls(losses: list[float], by: float) -> None:
 
 
 def test_every_example_is_short_and_run_by_a_test() -> None:
-    files = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.iterdir() if path.is_file()}
-    named = [*QUICK, *ON_RANKS, *IN_OTHER_LOOPS, *OF_RECIPES, "policy", "grpo", "flow_digits"]
+    files = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    named = [*QUICK, *ON_RANKS, *IN_OTHER_LOOPS, *OF_RECIPES, "policy", "grpo", "flow_digits", "elastic_torchft"]
     assert sorted(files) == sorted(f"{name}.py" for name in named)
     assert not {name: lines for name, lines in files.items() if lines > MAX_LINES_OF.get(name, MAX_LINES)}
 
@@ -92,6 +97,22 @@ def test_an_example_needs_no_private_name_and_says_how_it_is_run(path: Path) -> 
 
 
 @pytest.mark.full
+def test_a_planner_puts_one_sample_of_each_source_in_a_microbatch() -> None:
+    assert "12 microbatches" in example("planner")
+    assert "((0, 12), (1, 13), (2, 14)" in example("planner")
+
+
+def test_a_collate_function_decides_the_width() -> None:
+    assert [width % 8 for width in numbers(example("batching").splitlines()[-1])] == [0, 0, 0, 0]
+
+
+def test_an_extension_sees_the_gradient_of_each_microbatch() -> None:
+    lines = example("extension").splitlines()
+    norms = numbers("\n".join(lines), before="has ")
+    assert len(norms) == len(lines) == 3
+    assert min(norms) > 0
+
+
 def test_the_loop() -> None:
     losses, samples = numbers(example("loop"), "loss "), numbers(example("loop"), after=" samples")
     assert_falls(losses, by=2.0)
@@ -256,6 +277,7 @@ FILES = {  # the rows that a recipe's first comment speaks of
     ),
     "pretrain": ({"text": "A document of number {}, and a little more of it."}, "data.path"),
     "mixture": ({"prompt": "Say {}.", "response": "Here: {}."}, "data.mixture.own.path"),
+    "stdlib-files": ({"text": "A document of number {}, which is longer than a microbatch. " * 40}, "data.path"),
 }
 SMALL = {"run.max_steps": 2, "update.global_batch_size": 8, "eval.num_samples": 4}
 

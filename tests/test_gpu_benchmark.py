@@ -92,6 +92,6 @@ def test_the_page_has_the_tables_of_the_newest_result() -> None:
 
 
 def test_the_page_explains_every_section() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
     for section in SECTIONS:
         assert f"`{section.name}`" in page

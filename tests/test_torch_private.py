@@ -1,4 +1,4 @@
-"""One file reads torch's private names, and slow modules are imported only for models that need them."""
+"""One folder reads torch's private names, and slow modules are imported only for models that need them."""
 
 import ast
 import re
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial
 
-from megabatch import MegabatchError, torch_private
+from megabatch import MegabatchError
 from megabatch.pipeline import Pipeline
 from megabatch.simulate import simulate
+from megabatch.torch_private import versions
+from megabatch.torch_private.classes import is_partial
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper
 from tests.test_imports import LIBRARY, TREES, file_of
 
@@ -34,8 +36,9 @@ print(len(new), *(name for name in new if name.startswith({(*SLOW, *OWN)!r})))
 """
 EXCEPTIONS = {  # names of torch's that a file uses itself, and why
     "autotune.few_shapes": ("_attn_implementation",),  # of transformers
+    "batching.packed_row": ("_attn_implementation",),  # of transformers
     "batching.shared_prefix": ("_attn_implementation",),  # of transformers
-    "engine.packing_check": ("_attn_implementation",),  # of transformers
+    "losses.dropped_terms": ("_loss_function",),  # of transformers
     "integrations.rollouts": (  # of TRL's GRPOTrainer and RLOOTrainer
         "_buffered_inputs", "_entropy_bonus_enabled", "_metrics", "_prepare_inputs", "_step",
     ),
@@ -45,7 +48,9 @@ EXCEPTIONS = {  # names of torch's that a file uses itself, and why
         "_reshape_alias", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_unsafe_view",
     ),
+    "verification.float64_copy": ("_is_expert_parallel",),  # of transformers
     "verification.gradient_comparison": ("_wrapper",),  # of GradientAccumulator
+    "wrappers.expert_parallel": ("_tp_size",),  # of transformers
 }  # fmt: skip
 
 NOTHING: Any = None
@@ -83,36 +88,36 @@ def private_names(module: str) -> set[str]:
     return {name for name in read - own if re.fullmatch(r"_[^_]\w*", name)}
 
 
-@pytest.mark.parametrize("module", [each for each in LIBRARY if each != "torch_private"])
-def test_private_names_of_torch_are_read_in_one_file(module: str) -> None:
+@pytest.mark.parametrize("module", [name for name in LIBRARY if not name.startswith("torch_private")])
+def test_private_names_of_torch_are_read_in_one_folder(module: str) -> None:
     assert private_names(module) == set(EXCEPTIONS.get(module, ()))
 
 
 def test_what_a_version_of_torch_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_private, "NEEDED", ((torch.Tensor, "_there_is_none", "writes"),))
+    monkeypatch.setattr(versions, "NEEDED", ((torch.Tensor, "_there_is_none", "writes"),))
     with pytest.raises(ImportError) as raised:
-        torch_private.check_torch()
+        versions.check_torch()
     assert str(raised.value) == (
         f"torch {torch.__version__} has no _there_is_none, by which megabatch reads writes; install torch 2.11 to 2.15"
     )
 
 
-@pytest.mark.parametrize("feature", torch_private.NEEDED_BY)
+@pytest.mark.parametrize("feature", versions.NEEDED_BY)
 def test_what_a_feature_reads_is_there(feature: str) -> None:
-    torch_private.check_feature(feature)
+    versions.check_feature(feature)
 
 
-@pytest.mark.parametrize("feature", torch_private.NEEDED_BY)
+@pytest.mark.parametrize("feature", versions.NEEDED_BY)
 def test_what_a_feature_lacks_is_said_where_it_is_used(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
-    place = next(iter(torch_private.NEEDED_BY[feature]))
-    monkeypatch.setitem(torch_private.NEEDED_BY, feature, {place: "_there_is_none|_there_is_no_other"})
-    torch_private.check_feature.cache_clear()
+    place = next(iter(versions.NEEDED_BY[feature]))
+    monkeypatch.setitem(versions.NEEDED_BY, feature, {place: "_there_is_none|_there_is_no_other"})
+    versions.check_feature.cache_clear()
     with pytest.raises(MegabatchError, match=rf"^{feature} does not work under torch .*_there_is_none"):
         USES[feature]()
-    torch_private.check_feature.cache_clear()
+    versions.check_feature.cache_clear()
 
 
 def test_a_class_that_nobody_has_imported_has_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_private.is_partial(Partial())
+    assert is_partial(Partial())
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
-    assert not torch_private.is_partial(Partial())
+    assert not is_partial(Partial())

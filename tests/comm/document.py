@@ -28,7 +28,6 @@ CALLS = {  # how each wrapper is made
     "fsdp2-tp-sp": "and `SequenceParallel()` for the norms",
     "replicate-tp": "`parallelize_module`, then `replicate` over `mesh['dp']`",
 }
-NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
 # A Llama of 8 billion parameters, its gradient in bfloat16: 32 blocks, 64 norms and one more, buckets of 25 MB.
 EXAMPLE = Sizes(
     C=1,
@@ -44,30 +43,26 @@ EXAMPLE = Sizes(
     Q=65 * 4096 * 2,
 )
 TENSOR_DEGREE = 8
-HEAD = (
-    "| made by | sync | collectives | bytes | gradient held | 8B: bytes | 8B: held | take it for |\n"
-    + 8 * "|---"
-    + "|\n"
-)
+HEAD = "| made by | sync | bytes | gradient held | 8B: bytes | 8B: held | take it for |\n" + 7 * "|---" + "|\n"
 
 
 def table() -> str:
-    """The policies, a line each."""
+    """The policies, a line each, but for those that are never cheaper than another."""
     lines = [HEAD]
-    for number, policy in enumerate(POLICIES):
-        again = number > 0 and POLICIES[number - 1].wrapper == policy.wrapper
+    shown = [policy for policy in POLICIES if not policy.when.startswith("never cheaper")]
+    for number, policy in enumerate(shown):
+        again = number > 0 and shown[number - 1].wrapper == policy.wrapper
         lines.append(_line(policy, "" if again else CALLS[policy.wrapper]))
     return "".join(lines)
 
 
 def _line(policy: Policy, call: str) -> str:
     sync = f"**{policy.sync}**" if AUTO[policy.wrapper] == policy.sync else policy.sync
-    numbers = ", ".join(f"{_text(number)} {NAMES[kind]}" for kind, (number, _) in policy.collectives.items())
     sizes = " + ".join(_text(size) for _, size in policy.collectives.values())
     of_example = _example(policy)
     sent = sum(value for name, value in expected(policy, of_example, {}).items() if name.endswith("_bytes"))
     held = evaluate(policy.held, of_example)
-    cells = (call, sync, numbers, sizes, _text(policy.held), _gigabytes(sent), _gigabytes(held), policy.when)
+    cells = (call, sync, sizes, _text(policy.held), _gigabytes(sent), _gigabytes(held), policy.when)
     return "| " + " | ".join(cells) + " |\n"
 
 

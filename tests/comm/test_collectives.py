@@ -24,6 +24,7 @@ of_every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{s
 HELD = ((2, "plain"), (2, "ddp"), (2, "ddp-find-unused"), (2, "replicate"), (2, "fsdp2"), (4, "hsdp"), (2, "fsdp1"))
 
 
+SOME = ((2, "ddp"), (2, "replicate"), (2, "fsdp2"), (2, "fsdp1"), (4, "hsdp"))
 TUNED = ("plain", "ddp", "fsdp2")
 
 
@@ -42,6 +43,7 @@ def _jobs(world: int) -> list[str]:
     jobs += [_opened(wrapper, calls) for its, wrapper in HELD if its == world for calls in (1, 3)]
     jobs += [f"held:{policy.wrapper}:{policy.sync}" for policy in policies]
     jobs += [f"tuned:{wrapper}:1" for wrapper in TUNED if world == 2]
+    jobs += [f"{wrapper}:{sync}:5:2" for its, wrapper in SOME if its == world for sync in ("last", "every:2")]
     return [*jobs, *(["pytorch:tp", "pytorch:tp-sp"] if world == 4 else []), *(["order:ddp"] if world == 2 else [])]
 
 
@@ -117,6 +119,15 @@ def test_an_opened_update_is_reduced_once_however_many_calls(found, world: int, 
         assert three["reduce_scatter"] == (microbatches + 1) * groups
     messages = [counts["message"] for counts in (one, three)]
     assert messages[1] - messages[0] == 2 * model["axes"], "one message per call"
+
+
+@pytest.mark.parametrize(("world", "wrapper"), SOME)
+def test_every_second_microbatch_and_the_last_reduce(found, world: int, wrapper: str) -> None:
+    """Reduce the second, the fourth and the fifth of five microbatches."""
+    some, last = (found(f"{wrapper}:{sync}:5:2", world) for sync in ("every:2", "last"))
+    for name in ("all_reduce", "all_reduce_bytes", "reduce_scatter", "reduce_scatter_bytes"):
+        assert some.get(name, 0) == 3 * last.get(name, 0), name
+    assert last.get("all_reduce", 0) + last.get("reduce_scatter", 0) > 0
 
 
 @pytest.mark.parametrize("wrapper", full_unless(AUTO, lambda _, wrapper: WORLDS[wrapper] == 2))

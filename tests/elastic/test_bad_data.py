@@ -1,4 +1,4 @@
-"""Every kind of bad data that the documents list ends as they say: with that line, or as so many samples."""
+"""Every kind of bad data in bad_data.md ends as the table says: with that line, or as so many samples."""
 
 import gzip
 import json
@@ -60,7 +60,7 @@ def all_but(bad):
 
 
 def kind(name: str) -> Callable[[Callable[[Path], Keys]], Callable[[Path], Keys]]:
-    """Enters a kind under the name that the documents have for it."""
+    """Enters a kind under the name that the table has for it."""
 
     def enter(make: Callable[[Path], Keys]) -> Callable[[Path], Keys]:
         KINDS[name] = make
@@ -277,10 +277,8 @@ DAMAGING |= {
 KINDS |= dict.fromkeys([*MEDDLING, *DAMAGING], many)
 
 
-SECTION = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text().partition("## Bad data")[2]
-TABLE = [line.strip("| ").split(" | ") for line in SECTION.partition("\n## ")[0].splitlines() if line.startswith("|")][
-    2:
-]
+PAGE = Path(__file__).with_name("bad_data.md").read_text()
+TABLE = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("|")][2:]
 GUARD = (
     "{% for m in messages %}{% if m['role'] == 'wizard' %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"
 )
@@ -352,7 +350,7 @@ def trained(name: str, how: str, folder: Path, capsys: pytest.CaptureFixture[str
     return capsys.readouterr().err.removeprefix("megabatch: ").removesuffix("\n")
 
 
-def test_the_documents_list_every_kind_that_is_tested() -> None:
+def test_the_table_has_every_kind_that_is_tested() -> None:
     assert [kind for kind, _, _ in TABLE] == list(dict.fromkeys(kind for kind, _, _ in TABLE))
     assert {kind for kind, _, _ in TABLE} == KINDS.keys()
     assert len(KINDS) >= 24
@@ -360,7 +358,7 @@ def test_the_documents_list_every_kind_that_is_tested() -> None:
 
 @pytest.mark.parametrize("how", ["stop", "skip"])
 @pytest.mark.parametrize(("name", "stop", "skip"), TABLE, ids=[row[0] for row in TABLE])
-def test_it_ends_as_the_documents_say(
+def test_it_ends_as_the_table_says(
     tmp_path: Path,
     chatty: dict[bool, Any],
     capsys: pytest.CaptureFixture[str],

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megabatch
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
 from megabatch.train.callbacks.nonfinite import SkipNonfinite
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of

@@ -22,7 +22,7 @@ from megabatch.train.cli import front
 from megabatch.train.config import ModelConfig
 from megabatch.train.config.secrets import check_unmasked, mask, mask_command
 from megabatch.train.model.architecture import architecture_of, construct, new_architecture
-from megabatch.train.report.data import ended_of, is_running, plan_of, read_run
+from megabatch.train.report.data import end_of_log, ended_of, is_running, plan_of, read_run
 from megabatch.train.report.runs import find_runs, runs_text, summarize
 from megabatch.train.runtime.console import printable
 from megabatch.train.runtime.files import (
@@ -242,7 +242,7 @@ def test_one_bad_folder_does_not_keep_the_others_from_being_shown(
     with pytest.raises(MegabatchError) if name == "metrics.jsonl" else nullcontext():
         read_run(bad)
     assert len(read_starts(bad)) == (name == "environment.json")
-    assert (plan_of(bad), ended_of(bad), is_running(bad)) == ([], "", False)
+    assert (plan_of(bad), ended_of(end_of_log(bad)), is_running(bad)) == ([], "", False)
     if name == "config.toml":
         with pytest.raises(MegabatchError, match=r"without config\.toml"):
             recipe_of(bad)

@@ -1,4 +1,4 @@
-"""Whatever surrounds the core of a run survives as the documents say: each row of their table is a case here."""
+"""Whatever surrounds the core of a run survives: each row of survival.md is a case here."""
 
 import json
 import os
@@ -32,13 +32,13 @@ from tests.train.test_full_disk import filling, small_disk
 
 Case = Callable[[Bench, pytest.CaptureFixture[str]], str]
 CASES: dict[str, Any] = {}
-SECTION = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text().partition("## Around the checkpoints")[2]
-ROWS = [line.strip("| ").split(" | ") for line in SECTION.partition("\n## ")[0].splitlines() if line.startswith("|")]
+PAGE = Path(__file__).with_name("survival.md").read_text()
+ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("|")]
 TABLE = [(event, re.findall("`([^`]+)`", said)) for event, said in ROWS[2:]]
 
 
 def case(name: str, *marks: Any) -> Callable[[Case], Case]:
-    """Enter a case under the words that the documents have for it. It is full where quick tests show its parts."""
+    """Enter a case under the words that the table has for it. It is full where quick tests show its parts."""
 
     def enter(run: Case) -> Case:
         CASES[name] = pytest.param(name, run, marks=marks, id=name)
@@ -55,7 +55,7 @@ def said_by(ends: list[Any], status: int) -> str:
     return text
 
 
-def test_the_documents_list_every_case() -> None:
+def test_the_table_has_every_case() -> None:
     assert [event for event, _ in TABLE] == list(CASES)
     assert all(said for _, said in TABLE)
 
@@ -489,9 +489,7 @@ def test_a_file_is_never_written_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "run"), list(CASES.values()))
-def test_it_survives_as_the_documents_say(
-    bench: Bench, capsys: pytest.CaptureFixture[str], name: str, run: Case
-) -> None:
+def test_it_survives_as_the_table_says(bench: Bench, capsys: pytest.CaptureFixture[str], name: str, run: Case) -> None:
     found = " ".join(run(bench, capsys).split())
     for line in dict(TABLE)[name]:
         assert line in found

@@ -92,6 +92,11 @@ def expected_sums(model: Model, batch: oracle.Sample) -> dict[str, tuple[Tensor,
 def wrap(model: SparseLM, wrapper: str) -> Model:
     if wrapper == "ddp":
         return DistributedDataParallel(model)
+    if wrapper in ("ep", "ep-fsdp2"):
+        from tests.exact import expert_parallel  # imports this file
+
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
+        return expert_parallel.spread(model, mesh["ep"]) if wrapper == "ep" else expert_parallel.shard_sparse(model, 2)
     if wrapper == "fsdp2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         for module in [*model.blocks, model]:

@@ -45,7 +45,7 @@ class User:
         return {key: value[chosen] for key, value in batch.items()} if chosen else []
 
     def accumulator(self, model: Wrapped, **options: Any) -> GradientAccumulator:
-        bounded = "micro_batch_size" in options or "max_microbatch_tokens" in options
+        bounded = bool(options.keys() & {"micro_batch_size", "max_microbatch_tokens", "planner"})
         return GradientAccumulator(model, **(options if bounded else {"micro_batch_size": 2} | options))
 
     def update(self, model: Wrapped, batch: Any, loss_fn: Any, *, max_norm: float | None = None, **options: Any) -> Any:
@@ -94,6 +94,7 @@ CHAPTERS = (
     "inputs_models",
     "inputs_windows",
     "inputs_opened",
+    "inputs_planners",
     "inputs_prefix",
     "inputs_names",
     "inputs_targets",

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import LossContractError, MegabatchError, PlanError, UpdateSampler, loss, losses
+from megabatch.batching import Padded
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.inputs import Sample, User, as_samples, mean_square, numbers, refused, regressor, right, squares
 from tests.exact.tiny import PAD, VOCABULARY, tiny
@@ -107,7 +108,7 @@ def padding_of_an_own_key(user: User) -> None:
         {"x": torch.randn(n, 4, generator=drawn).double(), "goal": torch.rand(n, generator=drawn).double()}
         for n in LENGTHS
     ]
-    user.update(model, user.part(samples), from_goals, padding={"goal": -1})
+    user.update(model, user.part(samples), from_goals, batching=Padded({"goal": -1}))
     x, goal = (torch.cat([s[key] for s in samples]) for key in ("x", "goal"))
     F.mse_loss(reference(x).squeeze(-1), goal).backward()
     user.expect(model, reference)

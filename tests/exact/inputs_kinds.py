@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from megabatch import LossContractError, MegabatchError, PlanError, loss, losses
-from megabatch.batching.samples import Deferred, pad_right
+from megabatch.batching.deferred import Deferred
+from megabatch.batching.samples import pad_right
+from megabatch.planners import SameBits, Tokens
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.inputs import Sample, User, as_samples, mean_square, numbers, refused, regressor, right, squares
 from tests.exact.inputs_models import Branched
@@ -103,10 +105,10 @@ def images_that_are_no_tensors(user: User, variant: Any) -> None:
 
 @refused(PlanError, "sizes", 1, 2)
 def same_bits_of_several_shapes(user: User) -> None:
-    user.update(Pooled(), user.part(images()), losses.mse, same_bits=True)
+    user.update(Pooled(), user.part(images()), losses.mse, planner=SameBits(Tokens(64)))
 
 
-@refused(PlanError, "shapes", 1)
+@refused(PlanError, "cut them apart", 1)
 def plan_of_other_shapes(user: User) -> None:
     """A plan of images of one shape, for as many of several."""
     accumulator = user.accumulator(Pooled().double(), micro_batch_size=8)
@@ -274,6 +276,13 @@ def sample_that_is_no_mapping(user: User, variant: Any) -> None:
     user.update(regressor(), user.part(rows), losses.mse)
 
 
+@refused(PlanError, "of a sample is a", 1, 2, 3, dict=dict, rows=Rows)
+def mapping_inside_of_a_sample(user: User, variant: Callable[[Sample], Any]) -> None:
+    """torch makes an empty tensor of a mapping that iterates over rows and has none, as a nested TensorDict."""
+    samples = [{**sample, "inner": variant({"x": sample["x"][0]})} for sample in as_samples(numbers())]
+    user.update(regressor(), user.part(samples), losses.mse)
+
+
 @refused(PlanError, "expected a mapping", 1, 2, array=numbers()["x"].numpy(), table=Table())
 def batch_that_is_no_list(user: User, variant: Any) -> None:
     user.update(regressor(), variant, losses.mse)
@@ -432,11 +441,11 @@ def weigh_that_reads_what_has_changed_since_prepare(user: User) -> None:
         return ((model(batch["x"]) - batch["labels"])[chosen] ** 2).sum(), chosen.sum()
 
     accumulator, mine = user.accumulator(model), user.rows(batch)
-    accumulator.prepare(mine, of_level)
+    prepared = accumulator.prepare(mine, of_level)
     while mine and len(weighed) < (len(mine["x"]) + 1) // 2:  # the thread is at work
         time.sleep(0.001)
     lowest[0] = 5
-    accumulator.forward_backward(mine, of_level)
+    accumulator.forward_backward(prepared, of_level)
     accumulator.finalize()
     chosen = batch["level"] >= 5
     mean_square(reference, {name: batch[name][chosen] for name in ("x", "labels")})

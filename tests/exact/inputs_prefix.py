@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import JointLoss, LossContractError, PlanError, loss, losses
 from megabatch.batching import Deferred, SharedPrefix
+from megabatch.planners import SameBits, Tokens
 from tests.exact.inputs import Sample, User, refused, right
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -106,7 +107,7 @@ def samples_that_begin_alike(user: User, variant: tuple[str, Wrap]) -> None:
     reference = decoder(family)
     seen: list[int] = []
     model = wrap(copy.deepcopy(reference).train())
-    accumulator = user.accumulator(model, max_microbatch_tokens=40, collate=SharedPrefix(), sync="last")
+    accumulator = user.accumulator(model, max_microbatch_tokens=40, batching=SharedPrefix(), sync="last")
     model.register_forward_pre_hook(
         lambda _, args, named: seen.append(named["input_ids"].numel() if "input_ids" in named else args[0].numel()),
         with_kwargs=True,
@@ -131,7 +132,7 @@ def prompts_with_targets(user: User, variant: str) -> None:
     samples = [
         {name: each[name] for name in ("input_ids", "labels", "group")} for each in completions(prompt_targets=True)
     ]
-    user.update(model, user.part(samples), losses.next_token, max_microbatch_tokens=64, collate=SharedPrefix("group"))
+    user.update(model, user.part(samples), losses.next_token, max_microbatch_tokens=64, batching=SharedPrefix("group"))
     for each in samples:
         logits = reference(input_ids=each["input_ids"][None]).logits[0, :-1]
         (F.cross_entropy(logits, each["labels"][1:], reduction="sum") / (NUM_TOKENS - 8)).backward()
@@ -143,7 +144,7 @@ def attention_that_adds_its_mask(user: User, variant: str) -> None:
     reference = decoder("gpt2", variant)
     model = copy.deepcopy(reference)
     rows = [each | {"attention_mask": torch.ones_like(each["input_ids"])} for each in completions()]
-    user.update(model, rows, weighted, max_microbatch_tokens=64, collate=SharedPrefix())
+    user.update(model, rows, weighted, max_microbatch_tokens=64, batching=SharedPrefix())
     expect_weighted(user, model, reference, rows)
 
 
@@ -157,7 +158,7 @@ def a_batch_of_one_length(user: User) -> None:
     batch = {"input_ids": ids, "weights": torch.rand(8, 16, generator=drawn, dtype=torch.float64)}
     reference = decoder()
     model = copy.deepcopy(reference)
-    accumulator = user.accumulator(model, max_microbatch_tokens=48, collate=SharedPrefix())
+    accumulator = user.accumulator(model, max_microbatch_tokens=48, batching=SharedPrefix())
     accumulator.forward_backward(user.rows(batch), weighted)
     accumulator.finalize()
     rows = [{name: each[row] for name, each in batch.items()} for row in range(8)]
@@ -169,7 +170,7 @@ def groups_of_grpo_in_opened_calls(user: User, variant: Wrap) -> None:
     """Two calls and two terms; old scores come from the same trees, so that the first ratio is exactly 1."""
     reference = decoder()
     accumulator = user.accumulator(
-        variant(copy.deepcopy(reference)), max_microbatch_tokens=64, collate=SharedPrefix(group="group")
+        variant(copy.deepcopy(reference)), max_microbatch_tokens=64, batching=SharedPrefix(group="group")
     )
     advantages = torch.linspace(-1, 1, 8, dtype=torch.float64)
     samples = [each | {"gain": gain} for each, gain in zip(completions(), advantages, strict=True)]
@@ -203,7 +204,7 @@ def pairs_of_dpo(user: User, variant: Wrap) -> None:
     """Chosen and rejected are samples; the loss couples them, wherever they are computed."""
     reference = decoder()
     model = variant(copy.deepcopy(reference))
-    accumulator = user.accumulator(model, max_microbatch_tokens=48, collate=SharedPrefix())
+    accumulator = user.accumulator(model, max_microbatch_tokens=48, batching=SharedPrefix())
     samples = completions()
 
     def encode(model: nn.Module, batch: Sample) -> Tensor:  # of each whole response: [B]
@@ -228,7 +229,7 @@ def a_window_that_bounds_trees(user: User) -> None:
     """Longer than a small tree: trees stay within it, and are exact."""
     reference = decoder("mistral", sliding_window=18)
     model = copy.deepcopy(reference)
-    accumulator = user.accumulator(model, max_microbatch_tokens=64, collate=SharedPrefix())
+    accumulator = user.accumulator(model, max_microbatch_tokens=64, batching=SharedPrefix())
     mine = user.part(completions())
     accumulator.forward_backward(mine, weighted)
     accumulator.finalize()
@@ -240,7 +241,7 @@ def a_window_that_bounds_trees(user: User) -> None:
 
 def shared(user: User, model: Any = None, loss_fn: Any = weighted, batch: Any = None, **options: Any) -> None:
     """One update of samples that begin alike, each rank with all of them."""
-    options = {"max_microbatch_tokens": 64, "collate": SharedPrefix()} | options
+    options = {"max_microbatch_tokens": 64, "batching": SharedPrefix()} | options
     user.update(decoder() if model is None else model, completions() if batch is None else batch, loss_fn, **options)
 
 
@@ -269,12 +270,12 @@ def models_whose_branches_may_see_each_other(user: User, variant: Callable[[], A
 
 @refused(PlanError, "as a number", 1, 2, rows={"micro_batch_size": 2}, auto={"max_microbatch_tokens": "auto"})
 def trees_without_a_limit_of_tokens(user: User, variant: dict[str, Any]) -> None:
-    user.update(decoder(), completions(), weighted, collate=SharedPrefix(), **variant)
+    user.update(decoder(), completions(), weighted, batching=SharedPrefix(), **variant)
 
 
-@refused(PlanError, "or leave same_bits out", 1, 2)
+@refused(PlanError, "or leave SameBits out", 1, 2)
 def trees_of_the_same_bits(user: User) -> None:
-    shared(user, same_bits=True)
+    shared(user, planner=SameBits(Tokens(64)), max_microbatch_tokens=None)
 
 
 def gives(**inputs: Callable[[Sample], Any]) -> Any:
@@ -324,12 +325,12 @@ def samples_without_tokens_to_compare(user: User, variant: Callable[[], Any]) ->
 
 @refused(PlanError, "are compared", 1, 2)
 def a_group_that_no_sample_names(user: User) -> None:
-    shared(user, collate=SharedPrefix(group="prompt"))
+    shared(user, batching=SharedPrefix(group="prompt"))
 
 
 @refused(PlanError, "in their order", 1, 2)
 def a_plan_of_samples_that_begin_otherwise(user: User) -> None:
-    accumulator = user.accumulator(decoder(), max_microbatch_tokens=64, collate=SharedPrefix())
+    accumulator = user.accumulator(decoder(), max_microbatch_tokens=64, batching=SharedPrefix())
     plan = accumulator.plan(completions())
     other = changed(input_ids=lambda each: each["input_ids"].flip(0))
     accumulator.forward_backward(other, weighted, plan=plan)
@@ -337,9 +338,9 @@ def a_plan_of_samples_that_begin_otherwise(user: User) -> None:
 
 @refused(PlanError, "that was made for this model", 1, 2)
 def a_plan_of_trees_for_a_model_with_a_window(user: User) -> None:
-    plan = user.accumulator(decoder(), max_microbatch_tokens=64, collate=SharedPrefix()).plan(completions())
+    plan = user.accumulator(decoder(), max_microbatch_tokens=64, batching=SharedPrefix()).plan(completions())
     model = decoder("mistral", sliding_window=12)
-    accumulator = user.accumulator(model, max_microbatch_tokens=64, collate=SharedPrefix())
+    accumulator = user.accumulator(model, max_microbatch_tokens=64, batching=SharedPrefix())
     accumulator.forward_backward(completions(), weighted, plan=plan)
 
 
@@ -354,7 +355,7 @@ def a_loss_that_finds_padding_by_the_pad_token(user: User) -> None:
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=2, reduction="sum")
         return total, (targets != 2).sum()
 
-    user.update(model, user.part(samples), loss_fn, max_microbatch_tokens=64, collate=SharedPrefix())
+    user.update(model, user.part(samples), loss_fn, max_microbatch_tokens=64, batching=SharedPrefix())
     for each in samples:
         (loss_fn(reference, {"input_ids": each["input_ids"][None]})[0] / (NUM_TOKENS - len(samples))).backward()
     user.expect(model, reference)
@@ -377,5 +378,5 @@ def a_loss_that_reads_hidden_states(user: User) -> None:
 @refused(PlanError, "make another", 1, 2)
 def a_plan_of_trees_for_rows(user: User) -> None:
     accumulator = user.accumulator(decoder(), max_microbatch_tokens=64)
-    plan = user.accumulator(decoder(), max_microbatch_tokens=64, collate=SharedPrefix()).plan(completions())
+    plan = user.accumulator(decoder(), max_microbatch_tokens=64, batching=SharedPrefix()).plan(completions())
     accumulator.forward_backward(completions(), weighted, plan=dataclasses.replace(plan))

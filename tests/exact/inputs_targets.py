@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import megabatch
 from megabatch import LossContractError, loss
+from megabatch.batching import Padded
 from tests.exact.inputs import Sample, User, refused, right
 from tests.exact.inputs_batches import LENGTHS
 
@@ -82,7 +83,7 @@ COUNTED = {
 }
 
 
-@refused(LossContractError, "padding", 1, 2, 3, **COUNTED)
+@refused(LossContractError, "Padded", 1, 2, 3, **COUNTED)
 def targets_padded_with_a_class(user: User, variant: Any) -> None:
     user.update(tagger(), user.part(ragged()) or ragged()[:2], variant)
 
@@ -92,7 +93,7 @@ def targets_padded_with_what_the_loss_leaves_out(user: User, variant: Any) -> No
     """The remedy."""
     model, samples = tagger(), ragged()
     reference = copy.deepcopy(model)
-    user.update(model, user.part(samples), variant, padding={"y": -1})
+    user.update(model, user.part(samples), variant, batching=Padded({"y": -1}))
     each_target(reference, samples)
     user.expect(model, reference)
 
@@ -156,7 +157,7 @@ def numbers_padded_with_zero(user: User, variant: bool) -> None:
 def numbers_of_which_a_mask_leaves_nothing_out(user: User) -> None:
     """The mask is padded with ones."""
     samples = [sample | {"real": torch.ones(len(sample["x"]))} for sample in series()]
-    user.update(line(), user.part(samples), masked, padding={"real": 1})
+    user.update(line(), user.part(samples), masked, batching=Padded({"real": 1}))
 
 
 @right(1, 2, 3)
@@ -194,7 +195,7 @@ def dropout_and_random_state(user: User) -> None:
     for counted in (COUNTED["weigh"], by_weigh):
         model.zero_grad()
         torch.manual_seed(7)
-        user.update(model, user.part(samples), counted, padding={"y": -1})
+        user.update(model, user.part(samples), counted, batching=Padded({"y": -1}))
         states.append([torch.get_rng_state(), *(each.grad.clone() for each in model.parameters())])
     user.expect_equal(
         dict(enumerate(map(torch.Tensor.double, states[1]))), dict(enumerate(map(torch.Tensor.double, states[0])))

@@ -358,7 +358,7 @@ def opened_twice(user: User) -> None:
 def opened_twice_on_one_rank(user: User) -> None:
     accumulator = user.accumulator(regressor())
     if user.rank == 0:
-        accumulator._open = object()  # as if a call had been made on this rank alone
+        accumulator._begin(accumulator._new_update(accumulator._wrapper))  # as a call on this rank alone does
     accumulator.open()
 
 
@@ -569,7 +569,7 @@ def outputs_of_samples_in_one_row(user: User) -> None:
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
-    accumulator = user.accumulator(LlamaForCausalLM(config), collate=OneRow(), max_microbatch_tokens=8)
+    accumulator = user.accumulator(LlamaForCausalLM(config), batching=OneRow(), max_microbatch_tokens=8)
     accumulator.forward([{"input_ids": torch.ones(3).long()}], scores)
 
 

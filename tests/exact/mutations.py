@@ -1,6 +1,7 @@
 """Planted bugs: one exact text of one file replaced, and the wrappers whose cells must then fail."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tests.exact.cases import SEVERAL_RANKS
 from tests.exact.cells import MAIN
@@ -16,6 +17,10 @@ class Mutation:
     text: str  # occurs once in the file
     planted: str
     wrappers: tuple[str, ...] = MAIN  # cells of these fail, and none of the other main wrappers'
+    known: ClassVar[list["Mutation"]] = []  # of all tables that were imported
+
+    def __post_init__(self) -> None:
+        self.known.append(self)
 
     @property
     def cells(self) -> list[str]:
@@ -25,12 +30,14 @@ class Mutation:
 
 def cells(wrapper: str) -> list[str]:
     alone = WRAPPERS[wrapper].data_degree(WORLD) == 1
-    return [f"bits:{wrapper}:{WORLD}:auto:{case}:list:{loss}:one-sample:forward_backward:no-clip"
-            for case, loss in CASES if not (alone and case in SEVERAL_RANKS)]  # fmt: skip
+    return [f"bits:{wrapper}:{WORLD}:auto:{case}:list:{loss}:{bound}:forward_backward:no-clip"
+            for case, loss, bound in CASES if not (alone and case in SEVERAL_RANKS)]  # fmt: skip
 
 
 CASES = (
-    ("uneven-ranks", "weigh"), ("uneven-ranks", "late"), ("calls", "weigh"), ("short-tail", "late"), ("C4c", "weigh"),
+    ("uneven-ranks", "weigh", "one-sample"), ("uneven-ranks", "late", "one-sample"), ("calls", "weigh", "one-sample"),
+    ("short-tail", "late", "one-sample"), ("C4c", "weigh", "one-sample"),
+    ("C-R", "late", "tokens"),  # ranks with fewer microbatches cut theirs again
 )  # fmt: skip
 MUTATIONS = (
     Mutation("drop the rank factor", "wrappers/ddp.py",
@@ -57,6 +64,8 @@ MUTATIONS = (
              ("tp", "tp-sp")),
     Mutation("leave a gradient of sequence parallel a part of a sum", "wrappers/base.py",
              "if is_dtensor(gradient) and any(", "if False and any(", ("tp-sp",)),
+    Mutation("lose a microbatch that is cut again", "engine/fill_up.py",
+             "microbatches=tuple(cut))", "microbatches=tuple(cut[:-1] or cut))"),
     Mutation("forget to reduce the weight over ranks", "engine/call.py",
              "weights=dict(zip(names, map(sum, weights), strict=False))", "weights=prepared.weight_sums"),
     Mutation("forget to reduce the late weight over ranks", "engine/update.py",
@@ -68,13 +77,14 @@ MUTATIONS = (
     Mutation("skip one microbatch", "engine/update.py",
              "        if step.is_dummy:\n            factors",
              "        if step.is_dummy or step.index == 1:\n            factors"),
-    Mutation("divide every call by its own weight", "engine/update.py",
-             "        if self._num_calls == 1:  # with several", "        if True:  # with several"),
-    Mutation("forget the missing factor", "engine/update.py",
+    Mutation("divide every call by its own weight", "engine/divisors.py",
+             "        if not self._calls:  # with several", "        if True:  # with several"),
+    Mutation("forget the missing factor", "engine/divisors.py",
              "factor = divisor / known if known else 0.0", "factor = 1.0 if known else 0.0"),
     Mutation("keep the gradients of the update before", "accumulator.py",
-             "            drop_gradients(wrapper.parameters)\n        if self._open is None:\n",
+             "            drop_gradients(self._wrapper.parameters)\n        if self._open is None:\n",
              "            pass\n        if self._open is None:\n"),
     Mutation("leave zeros after an update without weight", "accumulator.py",
-             "            drop_gradients(parameters)\n            if opened", "            if opened"),
+             "            drop_gradients(parameters)\n            self._wrapper.discard()",
+             "            self._wrapper.discard()"),
 )  # fmt: skip

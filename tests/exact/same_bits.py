@@ -17,10 +17,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import megabatch
 from megabatch import GradientAccumulator, UpdateSampler, losses
+from megabatch.planners import Rows, SameBits, Tokens
 
 MODELS = ("gpt2", "llama", "conv")
 DTYPES = ("float32", "bfloat16")
 LIMITS: dict[str, dict[str, int]] = {"tokens": {"max_microbatch_tokens": 64}, "count": {"micro_batch_size": 2}}
+PLANNERS = {"tokens": Tokens(64), "count": Rows(2)}
 WORLDS = {"plain": (1, 2, 3, 4), "ddp": (1, 2, 3, 4), "fsdp2": (1, 2, 3, 4), "hsdp": (4,)}
 SYNCS = {"plain": ("last",), "ddp": ("last", "every"), "fsdp2": ("last", "every"), "hsdp": ("last", "every")}
 GLOBAL_BATCH_SIZE = 7  # of 38 samples: the last update of an epoch has three, fewer than ranks
@@ -147,7 +149,7 @@ def run_job(name: str) -> dict[str, Any]:
         kind = loss if loss in MODELS else "branched"
         samples = samples_of(kind)
         model = wrap(new_model(kind).to(getattr(torch, dtype)), wrapper)
-        gradient = GradientAccumulator(model, sync=sync, same_bits=True, **LIMITS[limit])
+        gradient = GradientAccumulator(model, sync=sync, planner=SameBits(PLANNERS[limit]))
         sampler = UpdateSampler(
             [len(next(iter(each.values()))) for each in samples], global_batch_size=GLOBAL_BATCH_SIZE, same_bits=True,
             **LIMITS[limit],

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.batching import Deferred, OneRow
 from megabatch.errors import MicrobatchLimit
+from megabatch.planners import Shapes, Tokens
 from tests.exact import models, oracle
 from tests.exact.test_compiled import Counting
 from tests.unit.small import unseen
@@ -65,6 +66,8 @@ def new_model() -> Any:
 def wrapped(name: str, model: Any) -> Any:
     if name == "ddp":
         return DistributedDataParallel(model)
+    if name == "static":
+        return DistributedDataParallel(model, static_graph=True)
     return fully_shard(model) if name == "fsdp2" else model
 
 
@@ -83,10 +86,8 @@ class Run:
             inner.transformer.wte.register_forward_pre_hook(seen)
         self.model = wrapped(wrapper, inner)
         if kind.endswith("row"):
-            settings["collate"] = OneRow()
-        self.gradient = GradientAccumulator(
-            self.model, **{"shapes": NUM_SHAPES, "max_microbatch_tokens": CAP, **settings}
-        )
+            settings["batching"] = OneRow()
+        self.gradient = GradientAccumulator(self.model, **{"planner": Shapes(NUM_SHAPES, Tokens(CAP)), **settings})
         self.seen.clear()
         self.kind = kind
 
@@ -139,7 +140,7 @@ def refused_job(wrapper: str, what: str, *, is_odd: bool) -> list[str]:
     raised: list[str] = []
     if what == "count":
         try:
-            Run(wrapper, "list", shapes=2 if is_odd else 3)
+            Run(wrapper, "list", planner=Shapes(2 if is_odd else 3, Tokens(CAP)))
         except MegabatchError as error:
             raised.append(str(error))
         return raised

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import megabatch
 from megabatch import GradientAccumulator
 from megabatch.autotune.memory import resident_bytes
+from megabatch.planners import Auto, Tokens
 from tests.exact.launch import of_ranks
 from tests.exact.spikes import Spikes
 from tests.exact.wrappers import WRAPPERS, Wrapped, mesh_of, wrap
@@ -72,7 +73,7 @@ def model_in(wrapper: str) -> Wrapped:
     return wrap(NoisyLM(), wrapper)
 
 
-def trained(wrapper: str, sync: str, **bound: Any) -> tuple[dict[str, Any], GradientAccumulator]:
+def trained(wrapper: str, sync: str, planner: Auto | Tokens) -> tuple[dict[str, Any], GradientAccumulator]:
     """Train a model for a few updates, with dropout."""
     model = model_in(wrapper)
     models = model if isinstance(model, list) else [model]
@@ -81,7 +82,7 @@ def trained(wrapper: str, sync: str, **bound: Any) -> tuple[dict[str, Any], Grad
     axes = WRAPPERS[wrapper].axes(world)
     dp_rank = rank // axes.get("tp", 1)
     mesh = mesh_of(wrapper, world) if WRAPPERS[wrapper].needs_mesh else None
-    gradient = GradientAccumulator(model, sync=sync, mesh=mesh, **bound)
+    gradient = GradientAccumulator(model, sync=sync, mesh=mesh, planner=planner)
     gradient.reserve_for(optimizer)
     torch.manual_seed(dp_rank)
     random.seed(1)
@@ -109,10 +110,10 @@ def run_job(name: str) -> dict[str, Any]:
         0
     )  # what earlier jobs of this process took is given back, and is no room for this one
     cap = int(resident_bytes()) + SPARE_BYTES
-    moved, gradient = trained(wrapper, sync, max_microbatch_tokens="auto", memory_bytes=cap)
+    moved, gradient = trained(wrapper, sync, Auto(memory_bytes=cap))
     fit = gradient.fit
     assert fit is not None
-    expected, _ = trained(wrapper, sync, max_microbatch_tokens=fit.max_microbatch_tokens, cost=fit.cost)
+    expected, _ = trained(wrapper, sync, Tokens(fit.max_microbatch_tokens, fit.cost))
     differ = [key for key, value in expected.items() if not _same(value, moved[key])]
     plan = gradient.last_plan
     return {
@@ -129,7 +130,7 @@ def run_measured(name: str) -> dict[str, Any]:
     for cost in ("measure", None):
         model = model_in(wrapper)
         torch.manual_seed(dist.get_rank())
-        gradient = GradientAccumulator(model, max_microbatch_tokens=400, cost=cost)
+        gradient = GradientAccumulator(model, planner=Tokens(400, cost))
         runs.append([])
         for step in range(5):
             batch = update(step, dist.get_rank(), int(world))[: (14, 40)[step % 2] + dist.get_rank()]

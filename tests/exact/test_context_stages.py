@@ -44,7 +44,8 @@ def check(found: list[dict[str, Any]]) -> None:
 
 BUGS = (
     Mutation("give each stretch of a schedule step a length of its own", "batching/context_parallel.py",
-             "max(each.shape[1] for each in documents) // (2 * degree)", "documents[-1].shape[1] // (2 * degree)"),
+             "max(document.shape[1] for document in documents) // (2 * degree)",
+             "documents[-1].shape[1] // (2 * degree)"),
     Mutation("give each stretch of a schedule step a mask of its own", "batching/context_parallel.py",
              "whole, None if plain else each", "whole, None if _order_says_all(each, whole) else each"),
     Mutation("let order decide where documents do", "batching/context_parallel.py",

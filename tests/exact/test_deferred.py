@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megabatch import GradientAccumulator, LossContractError, PlanError, loss, verify
-from megabatch.batching.samples import Deferred, pad_right
+from megabatch.batching.deferred import Deferred
+from megabatch.batching.samples import pad_right
 from tests.exact import harness, oracle
 from tests.exact.cells import MAIN, Cell
 from tests.exact.launch import of_ranks

@@ -160,11 +160,11 @@ def _stepped_after_a_forward(sync: str) -> dict[str, Any]:
 
 
 def _left_early(gradient: GradientAccumulator, this: harness.CellRun, batch: Any) -> str:
-    """A loop of `microbatch` is left after the first of two, and then closed."""
+    """A loop of `microbatch` is left after the first of two, and then closed. A slow rank hears it in the first."""
     microbatch = oracle.collate(batch[:1])
-    with gradient.microbatch(0, of=2, sum_over=int(_weigh(microbatch))) as part:
-        part.scale(_pair(this.model, microbatch)[0]).backward()
     try:
+        with gradient.microbatch(0, of=2, sum_over=int(_weigh(microbatch))) as part:
+            part.scale(_pair(this.model, microbatch)[0]).backward()
         gradient.finalize()
         return "an update"
     except MegabatchError as error:

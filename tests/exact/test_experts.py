@@ -6,10 +6,11 @@ from tests.exact.launch import of_ranks
 
 pytestmark = pytest.mark.slow
 BALANCE = [f"balance/{wrapper}/{size}/float64" for wrapper in ("plain", "ddp", "fsdp2") for size in (1, 3)]
+BALANCE += ["balance/ep/1/float64", "balance/ep-fsdp2/3/float64"]
 BALANCE_FLOAT32 = [f"balance/{wrapper}/2/float32" for wrapper in ("plain", "fsdp2")]
 BIAS = [
     "bias/plain/once", "bias/plain/repeated", "bias/plain/repeated-reentrant", "bias/ddp/once", "bias/ddp/repeated",
-    "bias/fsdp2/once", "bias/fsdp2/repeated",
+    "bias/fsdp2/once", "bias/fsdp2/repeated", "bias/ep/once", "bias/ep/repeated", "bias/ep-fsdp2/once",
 ]  # fmt: skip
 
 

@@ -10,13 +10,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, experts, loss, losses
+from megabatch import (
+    GradientAccumulator,
+    JointLoss,
+    LossContractError,
+    MegabatchError,
+    PlanError,
+    experts,
+    loss,
+    losses,
+)
 from megabatch.batching import Deferred, InsideSamples, inside_samples
-from megabatch.engine import chunk_planner
+from megabatch.planners import SameBits, Tokens, chunk_planner
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.launch import of_ranks
 
@@ -48,16 +60,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "window_size": 12,
                 "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128},
+    "bamba": SIZES | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+                      "mamba_chunk_size": 4, "mamba_d_state": 4},
+    "lfm2": SIZES | {"layer_types": ["conv", "full_attention"]},
 }  # fmt: skip
 REFUSED = {
     "mamba": {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2},
-    "bamba": SIZES | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1},
-    "lfm2": SIZES | {"layer_types": ["conv", "full_attention"]},
     "bert": SIZES,  # of which earlier tokens read later ones
     "xlnet": {"vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
 }
-JOBS = [f"{wrapper}:{world}:{case}" for wrapper, world in (("plain", 2), ("ddp", 2), ("ddp", 3))
-        for case in ("uneven", "opened", "calls")]  # fmt: skip
+JOBS = [
+    f"{wrapper}:{world}:{case}"
+    for wrapper, world in (
+        ("plain", 2),
+        ("ddp", 2),
+        ("ddp", 3),
+        ("fsdp2", 1),
+        ("fsdp2", 2),
+        ("fsdp2", 3),
+        ("gather_once", 2),
+        ("gather_once", 3),
+    )
+    for case in ("uneven", "opened", "calls")
+]
+JOBS += ["hsdp:2:uneven", "hsdp:2:calls", "fsdp2-last:2:uneven", "fsdp2:2:evaluate", "fsdp2:3:forward",
+         "ddp:3:evaluate", "fsdp2:2:whole sequence", "fsdp2:3:count", "gather_once:3:count"]  # fmt: skip
 
 
 def tiny(kind: str = "llama", **more: Any) -> Any:
@@ -89,6 +116,21 @@ def uncut(model: nn.Module, samples: list[Sample]) -> list[Tensor]:
     return gradients(model)
 
 
+def logits_of(model: nn.Module, sample: Sample) -> Tensor:
+    """The logits of a sample in plain torch."""
+    with torch.no_grad():
+        return model(input_ids=sample["input_ids"][None], use_cache=False).logits[0]
+
+
+def evaluated(model: nn.Module, samples: list[Sample]) -> float:
+    """The loss of all samples in plain torch."""
+    totals = [
+        F.cross_entropy(logits_of(model, each)[:-1], each["labels"][1:], ignore_index=-100, reduction="sum")
+        for each in samples
+    ]
+    return float(sum(totals)) / sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     parameters = model.parameters()
     return [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
@@ -96,13 +138,17 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def error(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest relative error of a parameter. One whose gradient is rounding alone counts by the largest of all."""
-    floor = max(float(gradient.norm()) for gradient in expected) * 1e-6
-    pairs = zip(found, expected, strict=True)
-    return max(float((a - b).norm()) / max(float(b.norm()), floor) for a, b in pairs)
+    largest = max(float(gradient.norm()) for gradient in expected)
+    errors: list[float] = []
+    for gradient, right in zip(found, expected, strict=True):
+        norm = float(right.norm())
+        scale = largest if norm < 1e-12 * largest else max(norm, 1e-6 * largest)
+        errors.append(float((gradient - right).norm()) / scale)
+    return max(errors)
 
 
 def accumulator(model: nn.Module, limit: int = 8, **options: Any) -> GradientAccumulator:
-    return GradientAccumulator(model, max_microbatch_tokens=limit, collate=InsideSamples(), **options)
+    return GradientAccumulator(model, max_microbatch_tokens=limit, batching=InsideSamples(), **options)
 
 
 def run(model: nn.Module, samples: Any, loss_fn: Any = losses.next_token, limit: int = 8) -> list[Tensor]:
@@ -156,8 +202,16 @@ def test_samples_of_the_limit_are_not_cut_and_no_forward_is_added() -> None:
     assert len(forwards) - num_forwards == 2
 
 
-def test_the_second_forward_draws_what_the_first_drew() -> None:
-    model = tiny("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.0)
+def drop(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    return F.dropout(output, 0.3, module.training)
+
+
+@pytest.mark.parametrize(("kind", "dropped"), [("gpt2", "mlp"), ("bamba", "feed_forward")])
+def test_the_second_forward_draws_what_the_first_drew(kind: str, dropped: str) -> None:
+    model = tiny(kind)
+    for name, module in model.named_modules():
+        if name.endswith(dropped):
+            module.register_forward_hook(drop)
     totals: dict[bool, list[Tensor]] = {False: [], True: []}
 
     @loss(weigh=losses.ready_made.count_targets)
@@ -203,14 +257,28 @@ def test_training_the_head_alone_needs_no_gradient_of_keys() -> None:
     assert error(run(model, texts()), expected) < BOUND
 
 
-def test_bfloat16_is_as_near_as_the_uncut_sample() -> None:
-    exact = tiny()
+@pytest.mark.parametrize("kind", ["llama", "bamba"])
+def test_bfloat16_is_as_near_as_the_uncut_sample(kind: str) -> None:
+    exact = tiny(kind)
     expected = uncut(exact, texts())
     model = copy.deepcopy(exact).bfloat16()
     whole = uncut(model, texts())
     pieces = run(model, texts())
     doubles = [gradient.double() for gradient in pieces]
     assert error(doubles, expected) <= 2 * error([gradient.double() for gradient in whole], expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "bamba"])
+def test_checkpointed_layers_are_exact(kind: str) -> None:
+    model = tiny(kind)
+    # Whole samples would get a cache of transformers, which recomputing writes twice.
+    model.config.use_cache = False
+    layers: Any = inside_samples.inner_decoder(model).layers
+    for index, layer in enumerate(layers):
+        layers[index] = checkpoint_wrapper(layer)
+    expected = uncut(model, texts())
+    model.zero_grad()
+    assert error(run(model, texts()), expected) < (BOUND if kind == "gpt_neox" else 1e-6)  # Bamba's norms are float32
 
 
 # Losses and batches that are refused, each in one line.
@@ -362,7 +430,10 @@ def test_settings_that_do_not_go_with_it_are_refused() -> None:
         "not a number": (tiny, {"max_microbatch_tokens": "auto"}),
         "give at least 2": (tiny, {"max_microbatch_tokens": 1}),
         "give max_microbatch_tokens=": (tiny, {"max_microbatch_tokens": None, "micro_batch_size": 1}),
-        "same_bits=": (lambda: tiny().float(), {"same_bits": True}),
+        "SameBits splits whole samples": (
+            lambda: tiny().float(),
+            {"planner": SameBits(Tokens(8)), "max_microbatch_tokens": None},
+        ),
         "is compiled": (lambda: torch.compile(tiny()), {}),  # pyright: ignore
         "recomputes activations": (recomputing, {}),
         "rope_type dynamic": (
@@ -373,7 +444,7 @@ def test_settings_that_do_not_go_with_it_are_refused() -> None:
     }
     for why, (make, options) in cases.items():
         with pytest.raises(PlanError, match=why):
-            GradientAccumulator(make(), **{"max_microbatch_tokens": 8, "collate": InsideSamples()} | options)
+            GradientAccumulator(make(), **{"max_microbatch_tokens": 8, "batching": InsideSamples()} | options)
 
 
 def recomputing() -> nn.Module:
@@ -387,13 +458,82 @@ def test_a_bias_of_experts_is_refused() -> None:
         experts.ExpertBias(accumulator(tiny("deepseek_v3").float()))
 
 
-def test_evaluate_and_forward_say_that_they_do_not_cut() -> None:
-    gradient = accumulator(tiny())
-    with pytest.raises(PlanError, match=r"forward_backward\(\) only"):
-        gradient.evaluate(texts(), losses.next_token)
-    with pytest.raises(PlanError, match=r"forward_backward\(\) only"):
-        gradient.forward(texts(), lambda model, microbatch: model(microbatch["input_ids"]).logits)
-    assert gradient.evaluate(texts((8, 5)), losses.next_token)["loss"].isfinite()
+# Forwards without a backward.
+
+
+def logits_and_targets(model: nn.Module, microbatch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    logits = model(microbatch["input_ids"]).logits
+    chosen = logits.log_softmax(-1)[:, :-1].gather(-1, microbatch["input_ids"][:, 1:, None])[..., 0]
+    return {"logits": logits, "logprobs": chosen}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "mistral"])
+def test_forward_and_evaluate_take_samples_of_any_length(kind: str) -> None:
+    with Float64WithoutDropout():
+        model = tiny(kind).eval()
+        gradient = accumulator(model)
+        gradient.forward_backward(texts(), losses.next_token)
+        outputs = gradient.forward(texts(), logits_and_targets)
+        plan = gradient.last_plan
+        loss_value = gradient.evaluate(texts(), losses.next_token)["loss"]
+        gradient.forward_backward(texts(), losses.next_token, plan=plan)
+        gradient.finalize()
+        for sample, output in zip(texts(), outputs, strict=True):
+            logits = logits_of(model, sample)
+            chosen = logits[:-1].log_softmax(-1).gather(-1, sample["input_ids"][1:, None])[:, 0]
+            assert torch.allclose(output["logits"], logits, rtol=0, atol=1e-12)
+            assert torch.allclose(output["logprobs"], chosen, rtol=0, atol=1e-12)
+        assert float(loss_value) == pytest.approx(evaluated(model, texts()), rel=1e-12)
+        assert error(gradients(model), uncut(model, texts())) < BOUND
+
+
+def test_forward_runs_each_chunk_once() -> None:
+    model = tiny()
+    gradient = accumulator(model)
+    gradient.evaluate(texts((40,)), losses.next_token)
+    calls: list[int] = []
+    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    gradient.evaluate(texts((40,)), losses.next_token)
+    assert len(calls) == 6
+
+
+def summed(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Tensor:
+    return model(microbatch["input_ids"]).logits.sum((1, 2))
+
+
+def cumulated(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Tensor:
+    return model(microbatch["input_ids"]).logits.cumsum(1)
+
+
+FUNCTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a number for each sample": (summed, {}, "return a column for each token"),
+    "over earlier tokens": (cumulated, {}, "returns other outputs for"),
+    "without trim": (logits_and_targets, {"trim": False}, "leave trim=False out"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_output_that_chunks_would_change_is_refused(name: str) -> None:
+    function, options, why = FUNCTIONS[name]
+    with pytest.raises((PlanError, LossContractError), match=why):
+        accumulator(tiny()).forward(texts(), function, **options)
+
+
+@pytest.mark.parametrize("name", ["of the sequence", "unshifted", "a mask of its own", "positions by place"])
+def test_a_loss_that_chunks_would_change_is_not_evaluated(name: str) -> None:
+    loss_fn, why = LOSSES[name]
+    with pytest.raises((PlanError, LossContractError), match=why):
+        accumulator(tiny()).evaluate(texts(), loss_fn)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("verb", ["forward_backward", "evaluate"])
+def test_recomputing_that_is_turned_on_later_is_named(verb: str) -> None:
+    model = tiny()
+    gradient = accumulator(model)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(LossContractError, match="recomputes activations"):
+        getattr(gradient, verb)(texts(), losses.next_token)
 
 
 def test_a_failed_loss_leaves_the_model_as_it_was() -> None:
@@ -416,50 +556,128 @@ def test_a_failed_loss_leaves_the_model_as_it_was() -> None:
     assert error(gradients(model), expected) < BOUND
 
 
+def test_a_chunk_that_does_not_fit_in_memory_names_a_limit_and_smaller_chunks_run() -> None:
+    @loss(weigh=losses.ready_made.count_targets)
+    def hungry(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
+        if limited and torch.is_grad_enabled() and microbatch["input_ids"].shape[1] > 6:
+            raise torch.OutOfMemoryError("out of memory")
+        return losses.next_token(model, microbatch)
+
+    model = tiny()
+    gradient = accumulator(model, 16)
+    samples, limited = texts((5, 60, 6)), False
+    gradient.forward_backward(samples, hungry)  # which also tries the loss
+    gradient.discard()
+    limited = True
+    for limit in (7, 3):
+        with pytest.raises(MegabatchError, match=f"tokens of sample 1; start again .*={limit}") as raised:
+            gradient.forward_backward(samples, hungry)
+        shortage = raised.value.shortage
+        assert shortage is not None
+        gradient.lower_limit(shortage.bound)
+        gradient.discard()
+    gradient.forward_backward(samples, hungry)
+    gradient.finalize()
+    assert gradient.last_plan is not None
+    assert max(gradient.last_plan.microbatch_tokens) <= 6
+    expected = uncut(tiny(), samples)
+    assert error(gradients(model), expected) < BOUND
+
+
 # Several ranks.
 
 
-def run_job(name: str) -> float:
-    """Return the error of the gradient; ranks have long samples, short ones, or none."""
+def shares(world: int, samples: list[Sample]) -> list[list[Sample]]:
+    """Ranks have long samples, short ones, or none."""
+    return {1: [samples], 2: [samples[:2] + samples[3:], samples[2:3]], 3: [samples[:5], samples[5:], []]}[world]
+
+
+def run_job(name: str) -> Any:
+    """Return the error of the gradient, or what a case is about."""
     wrapper, world, case = name.split(":")
+    kind, _, sync = wrapper.partition("-")
     plain, samples = tiny("gpt_neox"), texts((*LENGTHS, 5, 70))
     expected = uncut(plain, samples)
-    model: nn.Module = DistributedDataParallel(plain) if wrapper == "ddp" else plain
-    shares = [samples[:5], samples[5:], []] if int(world) == 3 else [samples[:2] + samples[3:], samples[2:3]]
-    share = shares[dist.get_rank()]
-    gradient = accumulator(model, mesh=None)
+    whole = {"loss": evaluated(plain, samples), "logits": [logits_of(plain, sample) for sample in samples]}
+    model: nn.Module = DistributedDataParallel(plain) if kind == "ddp" else plain
+    options: dict[str, Any] = {"sync": sync} if sync else {}
+    if kind in ("fsdp2", "gather_once", "hsdp"):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")) if kind == "hsdp" else None
+        for layer in plain.gpt_neox.layers:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(plain, mesh=mesh)
+        options |= {"sync": kind} if kind == "gather_once" else {}
+    rank = dist.get_rank()
+    share = shares(int(world), samples)[rank]
+    gradient = accumulator(model, **options)
+    if case in CASES:
+        return CASES[case](gradient, share, whole)
     if case == "opened":
         gradient.open()
     for part in [share] if case == "uneven" else [share[:1], share[1:]]:
         gradient.forward_backward(part, losses.next_token)
     gradient.finalize()
-    return error(gradients(plain), expected)
+    found = gradients(plain)
+    return error([tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in found], expected)
 
 
+def evaluate_job(gradient: GradientAccumulator, share: list[Sample], whole: Mapping[str, Any]) -> float:
+    found = gradient.evaluate(share, losses.next_token)["loss"]
+    return abs(float(found) / float(whole["loss"]) - 1)
+
+
+def forward_job(gradient: GradientAccumulator, share: list[Sample], whole: Mapping[str, Any]) -> float:
+    outputs = gradient.forward(share, lambda model, microbatch: model(microbatch["input_ids"]).logits)
+    lengths = [len(sample["input_ids"]) for sample in share]
+    # No two samples of a share have one length.
+    expected = [next(logits for logits in whole["logits"] if len(logits) == length) for length in lengths]
+    return max([float((a - b).abs().max()) for a, b in zip(outputs, expected, strict=True)], default=0.0)
+
+
+def refused_job(gradient: GradientAccumulator, share: list[Sample], _: Any) -> str:
+    with pytest.raises((PlanError, LossContractError), match="needs all tokens of a sample at once") as raised:
+        gradient.forward_backward(share, weighing(of_the_sequence))
+    gradient.discard()
+    gradient.forward_backward(share, losses.next_token)
+    assert gradient.finalize().finite
+    return str(raised.value)
+
+
+def count_job(gradient: GradientAccumulator, share: list[Sample], _: Any) -> int:
+    """Return how often this rank has called the model in a call, after a first one."""
+    gradient.forward_backward(share, losses.next_token)
+    calls: list[int] = []
+    inner: Any = gradient.model
+    hook = inner.gpt_neox.register_forward_pre_hook(lambda *_: calls.append(1))
+    gradient.forward_backward(share, losses.next_token)
+    hook.remove()
+    gradient.finalize()
+    return len(calls)
+
+
+CASES = {"evaluate": evaluate_job, "forward": forward_job, "whole sequence": refused_job, "count": count_job}
 found = of_ranks("tests.exact.test_inside_samples:run_job", JOBS)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [job for job in JOBS if job.rpartition(":")[2] not in ("whole sequence", "count")])
 def test_ranks_with_and_without_long_samples(job: str, found: Any) -> None:
     assert max(found(job)) < BOUND
 
 
-def refused_job(_: str) -> str:
-    model = tiny()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    try:
-        accumulator(fully_shard(model))
-    except PlanError as error:
-        return str(error)
-    return ""
+def test_ranks_of_a_sharded_model_refuse_a_loss_together_and_go_on(found: Any) -> None:
+    texts_of_ranks = found("fsdp2:2:whole sequence")
+    assert len(texts_of_ranks) == 2
+    assert all("\n" not in text for text in texts_of_ranks)
 
 
-refused = of_ranks("tests.exact.test_inside_samples:refused_job", {2: ["fsdp2"]})
+def test_ranks_of_a_sharded_model_run_as_many_forwards(found: Any) -> None:
+    """Rank 0 has 24 microbatches, and 25 forwards go before its first, tenth, eleventh, 15th, 20th and 23rd.
 
-
-def test_sharded_models_are_refused(refused: Any) -> None:
-    assert all("ranks wait for each other in forwards" in text for text in refused("fsdp2"))
+    Rank 0 has samples of 9, 5, 5, 3 and 2 chunks, rank 1 of 10 and 6, rank 2 has none. Where parameters are gathered
+    once, a rank runs its own forwards alone.
+    """
+    assert found("fsdp2:3:count") == [24 + 9 + 4 + 5 + 4 + 2 + 1] * 3
+    assert found("gather_once:3:count") == [24 + 8 + 4 + 4 + 2 + 1, 24 + 9 + 5, 24]
 
 
 # Planted bugs: each is caught by the gradient.
@@ -490,7 +708,7 @@ def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     expected = uncut(model, texts())
     with monkeypatch.context() as patched:
         patched.setattr(inside_samples, "_describe_difference", lambda *_: None)
-        patched.setattr(chunk_planner._ChunkRunner, "check_sums", lambda _: True)
+        patched.setattr(chunk_planner.ChunkPlanner, "_piece_to_try", lambda *_: None)
         patched.setattr(kept, "add_gradient", names["Planted"].add_gradient)
         assert error(run(model, texts()), expected) > 1e-4
     with monkeypatch.context() as patched:

@@ -34,8 +34,8 @@ BUGS = (
     Mutation(
         "keep the order of the batch on the way back",
         "engine/coupled_loss.py",
-        "in_order(each[mine], encoded_rows)",
-        "each[mine].clone()",
+        "in_order(gradient[local_rows], encoded_rows)",
+        "gradient[local_rows].clone()",
     ),
     Mutation("take the gradients of another rank", "engine/coupled_loss.py", "slice(start, start + ", "slice(0, "),
     Mutation("differentiate a dummy microbatch", "engine/coupled_loss.py", "torch.zeros_like", "torch.ones_like"),

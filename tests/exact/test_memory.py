@@ -53,14 +53,15 @@ def test_the_gradient_is_exact(results, job: str) -> None:
 
 
 LATER, FIRST = ("bits:weigh:half-too:backward:{}:{}:all:plain:1:auto".format(*where) for where in ((1, 1), (0, 0)))
+RETRY = "engine/guards/oom_retry.py"
 PLANTED = {  # bugs, and a job that sees each
-    Mutation("differentiate again for all", "engine/oom_retry.py", "received = _received(before)\n        return",
+    Mutation("differentiate again for all", RETRY, "received = _received(before)\n        return",
              "received: set[int] = set()\n        return"): LATER,
-    Mutation("keep new gradients", "engine/oom_retry.py", "parameter.grad = None", "pass"): FIRST,
-    Mutation("see replaced gradients only", "engine/oom_retry.py", " or count_writes(was) != writes", ""): LATER,
-    Mutation("forget what the first half lacked", "engine/oom_retry.py",
-             "(self._wrapper.parameters if wanted is None else wanted)", "self._wrapper.parameters"): LATER,
-    Mutation("run one part", "engine/oom_retry.py",
+    Mutation("keep new gradients", RETRY, "parameter.grad = None", "pass"): FIRST,
+    Mutation("see replaced gradients only", RETRY, " or count_writes(gradient) != writes", ""): LATER,
+    Mutation("forget what the first half lacked", RETRY,
+             "self._wrapper.parameters if wanted is None else wanted", "self._wrapper.parameters"): LATER,
+    Mutation("run one part", RETRY,
              "in split_in_halves(rows):\n            sums", "in split_in_halves(rows)[:1]:\n            sums"): FIRST,
     Mutation("count sums twice", "engine/update.py",
              "self._sums, self._differ, self._counted = before\n", "pass\n"): FIRST,

@@ -19,6 +19,7 @@ OPTIONS = {  # with the wrappers that have them
     "gather_once": ("fsdp2", "hsdp", "fsdp2-tp"),
     "mesh_told": ("ddp", "hsdp", "fsdp1-hybrid"),
     "mesh_untold": ("tp", "fsdp2-tp"),
+    "some": ("ddp", "ddp-find-unused", "fsdp2", "hsdp", "replicate", "fsdp1", "several", "fsdp2-tp"),  # every second
     "frozen": ("plain", "ddp", "fsdp2", "hsdp", "replicate", "fsdp1", "several", "tp", "fsdp2-tp"),
 }
 SHARDED_WITH: dict[str, dict[str, Any]] = {  # of fully_shard
@@ -59,7 +60,7 @@ def run_job(name: str) -> dict[str, Any]:
     """The job "option:case:wrapper:world:sync", with a "/" for the colon of a sync."""
     option, case, wrapper, world, sync = name.split(":")
     values = ("bits", wrapper, world, "auto", case, "list", "weigh", "one-sample", "forward_backward", "no-clip")
-    return harness.run(OptionRun(replace(Cell.parse(":".join(values)), sync=sync), option))
+    return harness.run(OptionRun(replace(Cell.parse(":".join(values)), sync=sync.replace("/", ":")), option))
 
 
 JOBS = [
@@ -67,7 +68,7 @@ JOBS = [
     for option, wrappers in OPTIONS.items()
     for wrapper in wrappers
     for case in CASES
-    for sync in (("last", "every") if option != "gather_once" else ("gather_once",))
+    for sync in {"gather_once": ("gather_once",), "some": ("every/2",)}.get(option, ("last", "every"))
 ]
 results = of_ranks("tests.exact.test_options:run_job", JOBS)
 

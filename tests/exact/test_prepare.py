@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses
+from megabatch.batching.deferred import Deferred
 from megabatch.batching.early_preparation import EarlyRows, EarlySamples
-from megabatch.batching.samples import Deferred, pad_right
+from megabatch.batching.samples import pad_right
 from megabatch.errors import MicrobatchLimit
 from tests.exact import harness
 from tests.exact.cells import MAIN, Cell
@@ -49,14 +50,19 @@ def finish(early: Any) -> None:
 
 
 class Noting:
-    """Counts targets, and notes in which threads."""
+    """Counts targets, and notes in which threads microbatches were made."""
 
     def __init__(self) -> None:
         self.threads: set[str] = set()
+        self.made: list[Any] = []  # by a thread; a call weighs them again
         self.loss_fn: Any = loss(weigh=self.weigh)(lambda model, microbatch: squares(model, microbatch))
 
     def weigh(self, microbatch: Any) -> Tensor:
-        self.threads.add(threading.current_thread().name.removesuffix("_0"))
+        name = threading.current_thread().name.removesuffix("_0")
+        if name == THREAD:
+            self.made.append(microbatch)
+        if name == THREAD or all(microbatch is not each for each in self.made):
+            self.threads.add(name)
         return count(microbatch)
 
     def take(self) -> set[str]:

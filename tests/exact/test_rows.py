@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, loss, losses
+from megabatch.batching.deferred import Deferred
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Deferred
 from tests.exact.launch import of_ranks
 from tests.unit.test_rows import model_of, samples, uncut
 
@@ -49,7 +49,7 @@ def run_job(name: str) -> dict[str, Any]:
     plain = model_of("gpt2")
     model = wrapped(copy.deepcopy(plain), wrapper, mesh)
     known = mesh if wrapper == "hsdp" else None
-    gradient = GradientAccumulator(model, mesh=known, max_microbatch_tokens=16, sync=sync, collate=OneRow())
+    gradient = GradientAccumulator(model, mesh=known, max_microbatch_tokens=16, sync=sync, batching=OneRow())
     if what == "dummy microbatch":
         return {"most": most_tokens(gradient)}
     mine = samples(LENGTHS)[dist.get_rank() :: int(world)]

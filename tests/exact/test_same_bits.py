@@ -56,7 +56,8 @@ MUTATIONS = (  # with the job that then differs from the first
     (Mutation("round before the sum", "wrappers/gradients.py",
               "if parameter.grad is not None and parameter.grad.dtype != self.dtype:", "if False:"),
      ("gpt2:float32:plain:tokens:last:6:1:", "gpt2:float32:plain:tokens:last:6:3:")),
-    (Mutation("let FSDP2 round what it has reduced", "torch_private.py", "group._orig_dtype = dtype", "pass"),
+    (Mutation("let FSDP2 round what it has reduced", "torch_private/fsdp2_groups.py",
+              "setattr(place, name, dtype)", "pass"),
      ("gpt2:float32:fsdp2:tokens:every:6:1:", "gpt2:float32:fsdp2:tokens:every:6:3:")),
     (Mutation("take torch's norm of the shards", "wrappers/gradients.py",
               "exact_norm(parameters) if exactly else", ""),
@@ -66,13 +67,15 @@ MUTATIONS = (  # with the job that then differs from the first
               "microbatches = [tuple(len(lengths) - 1 - item for item in group)"
               " for group in fill(lengths[::-1], max_rows=max_rows, max_tokens=max_tokens)]"),
      ("conv:float32:plain:count:last:6:1:", "conv:float32:plain:count:last:6:3:")),
-    (Mutation("cut by rank", "planning/sampler.py", "if self._limits is not None:", "if False:"),
+    (Mutation("cut by rank", "planning/sampler.py", "        if self._same_bits:\n            return self._ranks_of_m",
+              "        if False:\n            return self._ranks_of_m"),
      ("gpt2:float32:plain:tokens:last:6:1:", "gpt2:float32:plain:tokens:last:6:3:")),
     (Mutation("add weights in the order of ranks", "engine/update.py",
-              "if self.sums_over_ranks is not None:", "if False:"),
+              "totals, weights = self.sums_over_ranks(names, totals, weights)", "pass"),
      ("late:float32:plain:tokens:last:6:1:", "late:float32:plain:tokens:last:6:3:")),
     (Mutation("leave an unused parameter None", "wrappers/gradients.py",
-              "each.grad = torch.zeros_like(each) if each.grad is None else each.grad.add_(0.0)", "pass"),
+              "parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0)",
+             "pass"),
      ("late:float32:plain:tokens:last:6:1:", "late:float32:fsdp2:tokens:last:6:3:")),
 )  # fmt: skip
 

@@ -11,7 +11,8 @@ from transformers import BertConfig, BertForTokenClassification, GPT2LMHeadModel
 
 from megabatch import CostModel, GradientAccumulator, JointLoss, MegabatchError, PlanError, loss, losses, verify
 from megabatch.autotune import few_shapes
-from megabatch.batching import OneRow, SharedPrefix, packed_row, padding
+from megabatch.batching import OneRow, Padded, SharedPrefix, packed_row, padding
+from megabatch.planners import Auto, Rows, SameBits, Shapes, Tokens
 from megabatch.planning.shapes import choose_shapes, plan_in_shapes, split_into_shapes
 from tests.exact import models, oracle, shapes
 from tests.exact.launch import of_ranks
@@ -20,13 +21,14 @@ from tests.tiers import full_unless
 # What a call can be, and what becomes of it.
 KINDS = ("list", "rows", "deferred", "weighed", "row")
 WAYS = ("once", "calls", "opened", "told", "every", "evaluated", "planned", "lowered", "loaded")
-QUICK = ["ddp:list:once", "fsdp2:deferred:calls", "ddp:compiled-row:once"]
+QUICK = ["ddp:list:once", "fsdp2:deferred:calls", "ddp:compiled-row:once", "static:list:once"]
 JOBS = [
     *QUICK,
     "ddp:compiled:once",
     *[f"ddp:{kind}:once" for kind in KINDS[1:]],
     *[f"ddp:{kind}:{way}" for kind in ("list", "row") for way in WAYS[1:]],
     *[f"fsdp2:{kind}:{way}" for kind in ("list", "row") for way in ("once", "calls", "opened")],
+    *[f"static:{kind}:{way}" for kind in ("list", "row") for way in ("once", "calls", "opened")][1:],
     "fsdp2:deferred:once",
     "fsdp2:compiled:once",
     "plain:row:once",
@@ -102,7 +104,7 @@ def of_kind(kind: Any, **config: Any) -> Any:
 
 
 def accumulate(model: Any, batch: Any, loss_fn: Any = losses.next_token, **settings: Any) -> GradientAccumulator:
-    gradient = GradientAccumulator(model, **{"max_microbatch_tokens": 64, "shapes": 3, **settings})
+    gradient = GradientAccumulator(model, **{"planner": Shapes(3, Tokens(64)), **settings})
     gradient.forward_backward(batch, loss_fn)
     return gradient
 
@@ -115,7 +117,7 @@ def test_a_model_of_ones_own_is_refused() -> None:
 def test_verify_finds_a_model_that_reads_what_fills_up(monkeypatch) -> None:
     monkeypatch.setattr(few_shapes, "_own_code", lambda model: None)
     batch = shapes.samples_of([9, 4, 17, 8], 0)
-    assert not verify(of_kind(Mixing), losses.next_token, batch, max_microbatch_tokens=64, shapes=2).ok
+    assert not verify(of_kind(Mixing), losses.next_token, batch, planner=Shapes(2, Tokens(64))).ok
 
 
 def test_a_hook_is_own_code() -> None:
@@ -154,7 +156,7 @@ def test_samples_that_are_padded_on_the_left() -> None:
 def test_a_plan_before_the_shapes_are_chosen_is_refused() -> None:
     """The next call would refuse it: it is of other shapes."""
     batch = shapes.samples_of([9, 5, 9, 4], 0)
-    gradient = GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64, shapes=2)
+    gradient = GradientAccumulator(shapes.new_model(), planner=Shapes(2, Tokens(64)))
     with pytest.raises(PlanError, match=r"the first forward_backward\(\) chooses the shapes"):
         gradient.plan(batch)
     gradient.forward_backward(batch, losses.next_token)
@@ -164,7 +166,7 @@ def test_a_plan_before_the_shapes_are_chosen_is_refused() -> None:
 
 @pytest.mark.parametrize("state", [[[4]], [[0, 5]], [[1, 2, 3]]])
 def test_shapes_that_are_none_are_not_loaded(state: Any) -> None:
-    gradient = GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64, shapes=2)
+    gradient = GradientAccumulator(shapes.new_model(), planner=Shapes(2, Tokens(64)))
     with pytest.raises(PlanError, match="expected pairs of rows and tokens"):
         gradient.load_state_dict({"shapes": state})
 
@@ -172,15 +174,15 @@ def test_shapes_that_are_none_are_not_loaded(state: Any) -> None:
 def test_a_state_with_shapes_is_for_an_accumulator_with_shapes() -> None:
     saved = accumulate(shapes.new_model(), shapes.samples_of([9, 4], 0))
     saved.finalize()
-    with pytest.raises(PlanError, match="give the shapes= with which"):
+    with pytest.raises(PlanError, match="give the Shapes with which"):
         GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64).load_state_dict(saved.state_dict())
 
 
-@pytest.mark.parametrize("collate", [None, OneRow()])
-def test_verify_compares_few_shapes(collate: Any) -> None:
+@pytest.mark.parametrize("batching", [None, OneRow()])
+def test_verify_compares_few_shapes(batching: Any) -> None:
     batch = shapes.samples_of([9, 4, 17, 8], 0)
     verification = verify(
-        shapes.new_model(), losses.next_token, batch, max_microbatch_tokens=32, collate=collate, shapes=2
+        shapes.new_model(), losses.next_token, batch, planner=Shapes(2, Tokens(32)), batching=batching
     )
     assert verification.ok, verification
 
@@ -207,7 +209,7 @@ def test_an_encoder_that_reads_its_mask() -> None:
 
 def test_memory_that_runs_out_names_the_limit_below() -> None:
     model = shapes.new_model()
-    gradient = accumulate(model, shapes.samples_of([9] * 7, 0), shapes=1)
+    gradient = accumulate(model, shapes.samples_of([9] * 7, 0), planner=Shapes(1, Tokens(64)))
     gradient.finalize()
 
     def fail(*_: Any) -> None:
@@ -230,7 +232,7 @@ def test_memory_that_runs_out_names_the_limit_below() -> None:
 def test_a_measured_limit_is_that_of_the_batch() -> None:
     batch = shapes.samples_of([3, 17, 8, 9, 30, 4, 5], 0)
     model = shapes.new_model()
-    gradient = accumulate(model, batch, max_microbatch_tokens="auto", memory_bytes=2 * 2**30)
+    gradient = accumulate(model, batch, planner=Shapes(3, Auto(memory_bytes=2 * 2**30)))
     gradient.finalize()
     assert gradient.fit is not None
     assert gradient.fit.longest_tokens == 30
@@ -248,25 +250,33 @@ def test_a_plan_of_other_shapes_is_refused() -> None:
             one.forward_backward(batch, losses.next_token, plan=plan)
 
 
+def test_a_mask_of_another_length_in_a_later_call_is_refused() -> None:
+    gradient = accumulate(shapes.new_model(), shapes.samples_of([9, 4], 0))
+    gradient.finalize()
+    batch = [{**sample, "attention_mask": torch.ones(2).long()} for sample in shapes.samples_of([9, 4], 1)]
+    with pytest.raises(PlanError, match="another number of entries"):
+        gradient.forward_backward(batch, losses.next_token)
+
+
 def refused_setting(**settings: Any) -> Any:
     return lambda: accumulate(shapes.new_model(), shapes.samples_of([9, 4], 0), **settings)
 
 
 def refused_call(call: Any) -> Any:
-    return lambda: call(GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64, shapes=2))
+    return lambda: call(GradientAccumulator(shapes.new_model(), planner=Shapes(2, Tokens(64))))
 
 
 OWN = loss(weigh=len)(lambda model, batch: (0.0, 0))
 REFUSALS = {
-    "none": refused_setting(shapes=0),
-    "pairs": refused_setting(shapes=[(2, 3)]),
-    "same bits": lambda: accumulate(shapes.new_model().float(), [], same_bits=True),
+    "none": lambda: Shapes(0),
+    "pairs": lambda: Shapes([(2, 3)]),
+    "same bits": lambda: SameBits(Shapes(3, Tokens(64))),
     "collate": refused_setting(collate=padding.Padding([])),
-    "shared prefix": refused_setting(collate=SharedPrefix()),
-    "ends": refused_setting(collate=OneRow(flash_attn_kwargs=True)),
-    "rows in a row": refused_setting(collate=OneRow(), micro_batch_size=2, max_microbatch_tokens=None),
+    "shared prefix": refused_setting(batching=SharedPrefix()),
+    "ends": refused_setting(batching=OneRow(flash_attn_kwargs=True)),
+    "rows in a row": refused_setting(batching=OneRow(), planner=Shapes(3, Rows(2))),
     "length": refused_setting(length=len),
-    "labels": refused_setting(padding={"labels": 0}),
+    "labels": refused_setting(batching=Padded({"labels": 0})),
     "models": lambda: accumulate([shapes.new_model(), shapes.new_model()], []),
     "own model": lambda: accumulate(models.integer_model("tokens"), []),
     "experts": lambda: accumulate(of_kind(GPT2LMHeadModel, num_experts=4), []),
@@ -280,6 +290,17 @@ REFUSALS = {
     "no labels": refused_call(
         lambda each: each.forward_backward([{"input_ids": torch.ones(3).long()}] * 3, losses.next_token)
     ),
+    "a mask of another length": refused_call(
+        lambda gradient: gradient.forward_backward(
+            [{**one, "attention_mask": torch.ones(2).long()} for one in shapes.samples_of([3, 4], 0)], losses.next_token
+        )
+    ),
+    "labels of no sign": refused_call(
+        lambda each: each.forward_backward(
+            [{**sample, "labels": sample["labels"].byte()} for sample in shapes.samples_of([3, 4], 0)],
+            losses.next_token,
+        )
+    ),
     "keys": refused_call(
         lambda each: each.forward_backward([{**shapes.samples_of([3], 0)[0], **shapes.BOXED}], losses.next_token)
     ),
@@ -288,14 +309,16 @@ REFUSALS = {
 
 WORDS = {
     "block-sparse": "block-sparse attention",
-    "none": "at least 1", "pairs": "at least 1", "same bits": "same_bits=True and shapes=3",
+    "none": "at least 1", "pairs": "at least 1", "same bits": r"SameBits has the limit Shapes\(count=3",
     "collate": "a collate function other", "shared prefix": "a collate function other", "ends": "flash_attn_kwargs",
-    "rows in a row": "OneRow with micro_batch_size", "length": "length=, which", "labels": "padding= of labels",
+    "rows in a row": "OneRow with micro_batch_size", "length": "length=, which",
+    "labels": "Padded with labels of another value",
     "models": "several models", "own model": "no model of transformers", "experts": "experts, which",
     "encoder-decoder": "an encoder-decoder", "batch norm": "BatchNorm1d, whose",
     "dynamic positions": "rotary positions", "own loss": "give one of these", "joint loss": "give one of these",
-    "loop": r"shapes= and microbatches\(\)", "own loop": r"shapes= and microbatch\(\)",
-    "no labels": "expected input_ids, labels",
+    "own loop": r"Shapes and microbatch\(\)",
+    "no labels": "expected input_ids, labels", "labels of no sign": "give signed whole numbers",
+    "a mask of another length": "not all of one length",
     "keys": "have input_ids, labels, box",
 }  # fmt: skip
 
@@ -303,9 +326,9 @@ WORDS = {
 def test_ranks_with_the_same_samples_are_refused() -> None:
     ranks = SimpleNamespace(num_all=2, degree=1)  # of tp, whose ranks may have other limits
     wrapper: Any = SimpleNamespace(models=[shapes.new_model()], is_pipeline=False, ranks=ranks)
-    planner: Any = SimpleNamespace(collate=None, length=None)
+    planner: Any = SimpleNamespace(batching=Padded(), length=None)
     with pytest.raises(PlanError, match="ranks along tp, cp or pp"):
-        few_shapes.FewShapes(2, wrapper, planner, None)
+        few_shapes.FewShapes(2, wrapper, planner)
 
 
 @pytest.mark.parametrize("what", REFUSALS)

@@ -63,26 +63,30 @@ def test_no_rank_waits_for_one_whose_update_was_lost(lost, job: str) -> None:
         assert ended == ["ValueError" if rank == culprit else "MegabatchError", "done"]
 
 
-PLANTED = (  # a name, a text of the file, what is planted, and a form and a wrapper whose cells then fail
-    ("forget the ranks by which DDP divides", "self.opened.divide_by(self.wrapper.loss_factor)",
-     "self.opened.divide_by(1.0)", "own-sum:ddp:last"),
-    ("divide by the weight of one rank", "weight = math.fsum(weights)", "weight = weights[0]", "before:plain:auto"),
-    ("never reduce", "index == self.of - 1", "False", "sum:ddp:last"),
-    ("leave a mean a mean", "loss * value if kind == MEAN and value is not None else loss", "loss", "mean:fsdp2:every"),
-    ("count what a dummy sums", "    return loss * 0.0\n", "    return loss\n", "sum:plain:auto"),
-    ("believe a guess", "known = {} if agreement.weight is None else {PAIR_NAME: agreement.weight}",
-     "known = {PAIR_NAME: agreement.divisor}", "late:fsdp2:last"),
-)  # fmt: skip
+LOOP = "engine/user_loop.py"
+PLANTED = {  # bugs, and a form and a wrapper whose cells then fail
+    Mutation("forget the ranks by which DDP divides", LOOP,
+             "self.divide_by(self.wrapper.loss_factor)", "self.divide_by(1.0)"): "own-sum:ddp:every",
+    Mutation("divide by the weight of one rank", LOOP,
+             "weight = math.fsum(weights)", "weight = weights[0]"): "before:plain:auto",
+    Mutation("never reduce", LOOP, "is_last = self.wrapper, index == self.of - 1", "is_last = self.wrapper, False"):
+        "sum:ddp:last",
+    Mutation("leave a mean a mean", LOOP,
+             "loss * value if kind == MEAN and value is not None else loss", "loss"): "mean:fsdp2:every",
+    Mutation("count what a dummy sums", LOOP, "    return loss * 0.0\n", "    return loss\n"): "sum:plain:auto",
+    Mutation("believe a guess", LOOP, "known = {} if agreement.weight is None else {PAIR_NAME: agreement.weight}",
+             "known = {PAIR_NAME: agreement.divisor}"): "late:fsdp2:last",
+}  # fmt: skip
 
 
 @pytest.mark.full
 def test_planted_bugs_are_caught(tmp_path: Path) -> None:
     runs: dict[str, Run] = {}
-    for number, (name, text, planted, cell) in enumerate(PLANTED):
+    for number, (mutation, cell) in enumerate(PLANTED.items()):
         folder = tmp_path / str(number)
-        plant(Mutation(name, "engine/user_loop.py", text, planted), folder)
+        plant(mutation, folder)
         job = f"{cell}:uneven-ranks:no-clip:2:"
-        runs[name] = Run(2, [job], folder / "run", [str(folder)], 1, TIMEOUT_SECONDS)
+        runs[mutation.name] = Run(2, [job], folder / "run", [str(folder)], 1, TIMEOUT_SECONDS)
     found = launch_all("tests.exact.user_loop:run_job", list(runs.values()), tmp_path)
     passed = [name for name, (ranks,) in zip(runs, map(dict.values, found), strict=True) if all(map(_is_right, ranks))]
     assert not passed

@@ -22,17 +22,17 @@ def told(wrapper: str, loss: str = "late", sync: str = "last") -> tuple[str, ...
 
 
 FLUSH = "self._set(reduce=True, all_reduce=True, last=True)\n            # A model"
-ADD = "sums.add(terms_of(forwards.run(loss_fn, self.model, step.microbatch)), step)"
+ADD = "sums.add(terms_of(forwards.run(loss_fn, gradient.model, step.microbatch)), step)"
 AVERAGE = ADD.replace("sums.add(", "terms = ").replace(", step)", "") + (
-    "\n                    "
+    "\n                "
     "sums.add({name: type(each)(each.total / each.weight, 1.0) for name, each in terms.items()}, step)"
 )
 RANDOM = "stack.enter_context(random_state.replay(random_state.note(wrapper.device)))"
 PLANTED = {  # bugs, and the jobs that see each
     Mutation("tell each rank its own weight", "engine/call.py",
              "in rows[: ranks.degree]), strict=True)", "in rows[:1]), strict=True)"): told("plain"),
-    Mutation("divide each call by its own weight", "engine/update.py",
-             "weights = self.told or call.weights", "weights = call.weights"): told("plain", "terms"),
+    Mutation("divide each call by its own weight", "engine/divisors.py",
+             '"""Keep the divisors that were told."""', "self.by_term = _divisors_of(weights)"): told("plain", "terms"),
     Mutation("keep the factor of a mean", "wrappers/ddp.py",
              " or self.is_held else float", " else float"): told("ddp"),
     Mutation("reduce with each call", "wrappers/ddp.py",
@@ -48,14 +48,17 @@ PLANTED = {  # bugs, and the jobs that see each
     Mutation("leave gathered what the last microbatch has not used", "wrappers/fsdp2.py",
              "                self.reshard()\n", "                pass\n"): (REDUCED, "once/gather_once/forward"),
     Mutation("step what was left out", "engine/update.py",
-             "if bool(_differs(returned, told)):", "if False:"): (ROW, "a_sum_that_is_another-half:2"),
-    Mutation("average averages", "accumulator.py", ADD, AVERAGE): (ROW, "evaluated_by_counts_that_differ-plain:2"),
+             "if bool(_differs(returned, announced)):", "if False:"): (ROW, "a_sum_that_is_another-half:2"),
+    Mutation("average averages", "engine/forwards.py", ADD, AVERAGE): (ROW, "evaluated_by_counts_that_differ-plain:2"),
     Mutation("return outputs in the order of the cut", "batching/sample_outputs.py",
-             "found[row] = ", "found[found.index(None)] = "): (ROW, "outputs_of_samples:1"),
-    Mutation("leave parameters gathered", "accumulator.py",
-             "            wrapper.reshard()\n", "            pass\n"): (ROW, "forwards_in_an_open_update-fsdp2:2"),
+             "outputs_of_samples[row] = ", "outputs_of_samples[outputs_of_samples.index(None)] = "):
+        (ROW, "outputs_of_samples:1"),
+    Mutation("leave parameters gathered", "engine/forwards.py",
+             "there was none.\n        wrapper.reshard()\n", "there was none.\n        pass\n"):
+        (ROW, "forwards_in_an_open_update-fsdp2:2"),
     Mutation("let branches see each other", "batching/shared_prefix.py",
-             "(own == other) | (other == 0)", "other >= 0"): (ROW, "attention_that_adds_its_mask-sdpa:1"),
+             "(query_branch == key_branch) | (key_branch == 0)", "key_branch >= 0"):
+        (ROW, "attention_that_adds_its_mask-sdpa:1"),
     Mutation("go on with positions over branches", "batching/shared_prefix.py",
              "source % longest, target", "np.arange(source.size).reshape(source.shape) % width, target"):
         (ROW, "prompts_with_targets-llama:1"),
@@ -67,16 +70,17 @@ PLANTED = {  # bugs, and the jobs that see each
         (ROW, "prompts_with_targets-gpt2:1"),
     Mutation("trees beyond the window", "batching/shared_prefix.py",
              "min(max_tokens, self.longest_tree or max_tokens)", "max_tokens"): (ROW, "a_window_that_bounds_trees:1"),
-    Mutation("try no rows beside the tree", "engine/packing_check.py",
+    Mutation("try no rows beside the tree", "engine/guards/packing_check.py",
              "is_seen or not equal_but_rounding(apart, together)", "is_seen"):
         (ROW, "models_whose_branches_may_see_each_other-window:1"),
     Mutation("share with dropout", "batching/shared_prefix.py",
              "        _refuse_dropout(model)\n", ""):
         (ROW, "models_whose_branches_may_see_each_other-dropout:1"),
     Mutation("take the plan of other tokens", "engine/call.py",
-             "cast(SharedPrefix, self.collate).check(samples, plan)", "pass"):
+             "self.batching.check_plan(samples, plan)", "pass"):
         (ROW, "a_plan_of_samples_that_begin_otherwise:1"),
-    Mutation("draw numbers for good", "accumulator.py", RANDOM, "pass"): (ROW, "forwards_in_an_open_update-plain:2"),
+    Mutation("draw numbers for good", "engine/forwards.py", RANDOM, "pass"):
+        (ROW, "forwards_in_an_open_update-plain:2"),
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""Pipelines whose first stage and last share parameters: jobs on ranks, in integers, against a plain model."""
+"""Parameters with two homes, in stages of a pipeline or in groups of FSDP2: jobs on ranks, against a plain model."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, PlanError, loss
+from megabatch import GradientAccumulator, PlanError, loss, verify
 from megabatch.pipeline import Pipeline
 
 VOCABULARY, WIDTH, NUM_STAGES = 6, 4, 3
@@ -173,9 +174,49 @@ def drifting(wrapper: str) -> str:
     return said(gradient.finalize)
 
 
+def grouped(num_rows: int) -> tuple[nn.Module, nn.Module]:
+    """A plain model, and one whose ends are sharded in two groups and tied again, as transformers does."""
+    plain = nn.Sequential(nn.Embedding(num_rows, WIDTH), nn.Tanh(), nn.Linear(WIDTH, num_rows, bias=False)).double()
+    plain[0].weight.data = integers(torch.Generator().manual_seed(9), num_rows, WIDTH) / 4
+    sharded = copy.deepcopy(plain)
+    plain[2].weight = plain[0].weight
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for module in (sharded[0], sharded):
+        fully_shard(module, mesh=mesh)
+    sharded[2].weight = sharded[0].weight
+    return plain, sharded
+
+
+@loss(weigh=lambda m: len(m["x"]))
+def squared(model: Any, m: Sample) -> tuple[Tensor, int]:
+    return model(m["x"]).pow(3).sum(), len(m["x"])
+
+
+def in_groups(num_rows: str) -> list[str]:
+    """Three steps after an evaluation, and the verdict of ``verify``: differences from the plain model."""
+    plain, sharded = grouped(int(num_rows))
+    samples, wrong = [{"x": torch.tensor([number % int(num_rows)])} for number in range(8)], list[str]()
+    report = verify(sharded, squared, samples[dist.get_rank() :: dist.get_world_size()])
+    if not report.ok:
+        wrong.append(f"verify: {report.causes}")
+    gradient = GradientAccumulator(sharded, micro_batch_size=2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (plain, sharded)]
+    for update in range(3):
+        gradient.forward_backward(samples[dist.get_rank() :: dist.get_world_size()], squared)
+        gradient.finalize()
+        plain.zero_grad()
+        (sum(squared(plain, {"x": sample["x"][None]})[0] for sample in samples) / len(samples)).backward()
+        expected, found = plain[0].weight.grad, whole(sharded[0].weight.grad)
+        if not torch.allclose(found, expected, rtol=1e-12, atol=1e-12):
+            wrong.append(f"gradient of update {update}: {float((found - expected).norm() / expected.norm()):.1e}")
+        for optimizer in optimizers:
+            optimizer.step()
+    return wrong
+
+
 def run_job(name: str) -> Any:
     """The job "kind/what it is given"."""
     kind, given = name.split("/")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about gloo
-        return {"exact": exact, "refused": refused, "drifting": drifting}[kind](given)
+        return {"exact": exact, "refused": refused, "drifting": drifting, "groups": in_groups}[kind](given)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megabatch import GradientAccumulator, MegabatchError, Update
 from megabatch.engine.error_broadcast import TOLD
-from megabatch.torch_private import default_store
+from megabatch.torch_private.process_groups import default_store
 from tests.comm import jobs
 from tests.comm.counting import Collectives
 from tests.exact import harness, models, oracle

@@ -3,8 +3,10 @@
 python -m tests.integrations.audited_loops KIND FOLDER: trains to the end of an epoch and saves the weights.
 """
 
+import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -223,6 +225,38 @@ def sentences(folder: str) -> Any:
     return model
 
 
+def torchtune(folder: str) -> Any:
+    """The training loop of torchtune's recipe for one device."""
+    import importlib.util as util
+
+    from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+    from tests.integrations.tune_runs import padded, run
+
+    # The package refuses to be imported, so it is found and not loaded.
+    recipes_spec = util.find_spec("recipes")
+    assert recipes_spec is not None
+    (recipes,) = recipes_spec.submodule_search_locations or ()
+    texts = [(text % 64).tolist() for text in Texts().texts]  # its vocabulary
+    batches = [padded(texts[first : first + BATCH]) for first in range(0, len(texts), BATCH)]
+    path = Path(recipes, "full_finetune_single_device.py")
+    _, recipe = run(path, batches, CEWithChunkedOutputLoss(), steps=ACCUMULATED, width=32, at_step=lambda *_: None)
+    return recipe._model
+
+
+def torchtitan(folder: str, *, chunked: bool = True) -> Any:
+    """torchtitan's trainer on one process, with rows of one length and other numbers of targets."""
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"})
+    os.environ.update({"MASTER_PORT": "29571", "DUMP_FOLDER": folder})
+    from tests.integrations import titan_runs
+
+    batches = [titan_runs.batch(0, number) for number in range(2 * titan_runs.STEPS + 2)]
+    trainer = titan_runs.config([batches], steps=9, chunked=chunked).build()
+    trainer.train()
+    (model,) = trainer.model_parts
+    return model
+
+
 LOOPS: dict[str, Any] = {
     "plain": plain,
     "trainer": trainer,
@@ -235,6 +269,9 @@ LOOPS: dict[str, Any] = {
     "dpo": dpo,
     "grpo": grpo,
     "sentence-transformers": sentences,
+    "torchtune": torchtune,
+    "torchtitan": partial(torchtitan, chunked=False),
+    "torchtitan-chunked": torchtitan,
 }
 
 if __name__ == "__main__":

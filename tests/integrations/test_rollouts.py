@@ -22,7 +22,7 @@ ALLOWED = 1e-5  # TRL computes log-probabilities in float32, and sums them over 
 PLANTED = {  # what is replaced, by what, and the case that shows it
     "tokens counted as rows": ("return tokens if self._is_over_tokens else", "return", "dapo"),
     "TRL's own divisor": ("microbatch[COUNT] * shares", "microbatch[COUNT]", "dapo, two generations"),
-    "short completions": ("int(each[-1]) + 1 for", "int(each[-1]) for", "grpo"),
+    "short completions": ("int(position[-1]) + 1 for", "int(position[-1]) for", "grpo"),
 }  # fmt: skip
 
 results = of_ranks(

@@ -1,8 +1,7 @@
-"""torchtune's recipe for one device, as it is and with the lines of docs/coming-from.md, against plain torch."""
+"""torchtune's recipe for one device, as it is and with the lines of examples/torchtune.diff, against plain torch."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +21,8 @@ FIND = "import importlib.util as util, torchtune; print(util.find_spec('recipes'
 
 
 def patched(recipe: Path, folder: Path) -> Path:
-    """The recipe with the lines of the page."""
-    page = (ROOT / "docs/coming-from.md").read_text()
-    (lines,) = re.findall(rf"^```diff\n(--- a/recipes/{RECIPE}\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    """The recipe with the lines of examples/torchtune.diff."""
+    lines = (ROOT / "examples/torchtune.diff").read_text()
     command = ["patch", "--output", str(folder / RECIPE), str(recipe), "-"]
     subprocess.run(command, input=lines, text=True, check=True, capture_output=True)
     return folder / RECIPE
@@ -45,7 +43,7 @@ def run_tune(recipe: Path, folder: Path, *mode: str) -> dict[str, Any]:
     return json.loads((folder / "out.json").read_text())
 
 
-def test_the_lines_of_the_page_make_the_recipe_exact(tmp_path: Path) -> None:
+def test_the_lines_of_the_example_make_the_recipe_exact(tmp_path: Path) -> None:
     recipe = find_recipe(tmp_path)
     theirs, ours = (run_tune(each, tmp_path) for each in (recipe, patched(recipe, tmp_path)))
     assert len(theirs["errors"]) == 1  # the tail is left out

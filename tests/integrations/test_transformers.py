@@ -11,11 +11,11 @@ from megabatch.integrations.transformers import RankBatchSampler
 from megabatch.planning.dealing import deal
 from tests.exact.launch import of_ranks
 
-WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
+WAYS = ["default", "capped", "cut", "cut compute_loss", "loss_fn", "compute_loss", "compute_loss_func"]
 SETTINGS = ["grouped/float64", "dropped/float64", "checkpointed/float64", "smoothed/float64", "bf16/float32"]
 EXACT = [*(f"{way}/float64" for way in WAYS), "default/float32", *SETTINGS]
-ON_TWO = ["default/float64", "compute_loss/float64", "default/float32", "grouped/float64", "bf16/float32",
-          "fsdp2/float64", "fsdp2 compute_loss/float64"]  # fmt: skip
+ON_TWO = ["default/float64", "cut/float64", "fsdp2 cut/float64", "compute_loss/float64", "default/float32",
+          "grouped/float64", "bf16/float32", "fsdp2/float64", "fsdp2 compute_loss/float64"]  # fmt: skip
 PAIRS = [(1, job) for job in [*EXACT, "streamed/float64"]] + [(2, job) for job in ON_TWO]
 OTHERS = ["resumed", "refused/sum", "refused/means", "spoilt"]
 ON_SHARDS = ["refused fsdp2/sum", "refused fsdp2/means"]

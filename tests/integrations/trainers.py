@@ -97,6 +97,8 @@ def own_function(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
 WAYS: dict[str, tuple[type[MegabatchTrainer], dict[str, Any]]] = {
     "default": (MegabatchTrainer, {}),
     "capped": (MegabatchTrainer, {"max_microbatch_tokens": 40}),
+    "cut": (MegabatchTrainer, {"max_microbatch_tokens": 6, "long_samples": "cut"}),
+    "cut compute_loss": (OwnMean, {"max_microbatch_tokens": 6, "long_samples": "cut"}),
     "loss_fn": (MegabatchTrainer, {"loss_fn": losses.next_token}),
     "compute_loss": (OwnMean, {}),
     "compute_loss_func": (MegabatchTrainer, {"compute_loss_func": own_function}),

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import megabatch
 from megabatch import GradientAccumulator, losses
 from megabatch.autotune.memory import measure_budget, measure_memory
+from megabatch.planners import Auto
 from megabatch.planning import limits
 from megabatch.planning.limits import TunedLimit
 from megabatch.wrappers.mesh import DataRanks
@@ -98,7 +99,7 @@ class Run:
 
     def chosen(self) -> TunedLimit:
         cap = measure_budget(CPU, None, DataRanks()).used + self.case.spare_bytes
-        gradient = GradientAccumulator(self.model, memory_bytes=int(cap))
+        gradient = GradientAccumulator(self.model, planner=Auto(memory_bytes=int(cap)))
         gradient.reserve_for(self.optimizer)
         with patch.object(limits, "LEAST_GAIN", -math.inf):  # memory alone is to end the search
             gradient.tune(self.batch, self.case.loss_fn)

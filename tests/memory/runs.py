@@ -20,7 +20,7 @@ from megabatch.simulate import QUANTIZED_OPTIMIZERS, QuantizedAdam, Replica, Sim
 from megabatch.simulate.ledger import Ledger, tagging_shards
 from megabatch.train.model.build import checkpoint_activations
 from megabatch.train.parallel.tensor_parallel import spread
-from megabatch.train.parallel.wrap import WrapperChoice, attend_over, reduced_mesh
+from megabatch.train.parallel.wrap import attend_over, reduced_mesh
 from megabatch.train.plan.simulation import AttentionCost
 
 SIZES = {  # hidden, layers, heads, vocabulary
@@ -97,7 +97,7 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
         assert mesh is not None
         # The bias of the trainer's own attention is a tensor that a ledger cannot watch.
         attend_over(model, AttentionCost(mesh.get_group("cp")))
-        mesh = reduced_mesh(WrapperChoice("fsdp2", ""), mesh)
+        mesh = reduced_mesh(mesh)
     if run.wrapper == "tp":
         assert mesh is not None
         spread(model, mesh["tp"], sequence_parallel=True, loss_parallel=False)

@@ -46,8 +46,12 @@ def test_a_compiled_layer_keeps_less() -> None:
     hidden = torch.randn(2, 512, 640, dtype=torch.bfloat16, requires_grad=True)
     embeddings = LlamaRotaryEmbedding(config)(hidden, torch.arange(512)[None])
     weights = {each.untyped_storage()._cdata for each in (*layer.parameters(), *embeddings)}
+    torch._dynamo.reset()  # else this may be the ninth layer of the process, which torch does not compile
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(layer, backend="aot_eager_decomp_partition")
     compiled(hidden, position_embeddings=embeddings)  # compiles, without the hooks
+    state = torch._dynamo.eval_frame._stance, torch._dynamo.config.disable
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, f"not compiled: {state}"
     eager, partitioned = (kept_numbers(each, hidden, embeddings, weights) for each in (layer, compiled))
     assert eager == pytest.approx(22.8, abs=0.1)
     assert partitioned == pytest.approx(16.1, abs=0.1)

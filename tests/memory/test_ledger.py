@@ -206,6 +206,18 @@ def test_steps_that_do_not_repeat_are_not_multiplied(phase: str, more: tuple[int
     assert (align(shorter, longer) is not None) == aligns
 
 
+def test_a_layer_before_bytes_that_grow_with_the_layers_is_found() -> None:
+    """A step that collects the outputs of all layers has other bytes in the shallow model than in the deeper one."""
+    layer, end = (1024, 4096), (512, 8192, *range(512, 4096, 512))
+    shorter, longer = (
+        [Step(PHASE, category="forward"), *(Step(ALLOCATE, name, size, 0, "kept") for name, size in enumerate(sizes))]
+        for sizes in ((*3 * layer, 3 * 512, *end), (*4 * layer, 4 * 512, *end))
+    )
+    found = align(shorter, longer)
+    assert found is not None
+    assert (found.blocks, found.sizes) == ([(1 + 3 * 2, 2)], {1 + 4 * 2: 3 * 512})
+
+
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_a_cpu_casts_operands_to_the_common_dtype_first(fake: bool) -> None:
     """A GPU does so inside of its kernel."""

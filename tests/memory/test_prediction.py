@@ -42,7 +42,6 @@ COUNTED |= {
 }
 MARGIN = 0.05
 MESSAGES = (2, 1536, 768)  # calls, bytes gathered, bytes sent; of two ranks
-FEWER_MESSAGES = (1, 768, 384)  # of ranks with the same samples
 SLOW = ("recompute", "cp, recompute", "selective, fsdp2", "tp, large vocabulary", "offload last")
 TIERS = full_unless(COUNTED, lambda _, name: name not in SLOW)
 
@@ -114,8 +113,6 @@ def test_what_is_sent_is_what_real_ranks_send(real: Found, name: str) -> None:
     found = {f"{each.collective}:{each.axis}": [each.calls, each.buffer_bytes, each.sent_bytes]
              for each in simulated(run).sent}  # fmt: skip
     if run.axes:  # what the ranks tell each other before a call and after an update is not simulated
-        axis = [*run.axes][-1]
-        messages = FEWER_MESSAGES if axis == "tp" else MESSAGES
-        gathered = found.get(f"all_gather:{axis}", [0, 0, 0])
-        found[f"all_gather:{axis}"] = [each + more for each, more in zip(gathered, messages, strict=True)]
+        key = f"all_gather:{[*run.axes][-1]}"
+        found[key] = [each + more for each, more in zip(found.get(key, [0, 0, 0]), MESSAGES, strict=True)]
     assert real(name)[0]["sent"] == found

@@ -37,6 +37,11 @@ def chooses(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return squares(model, batch[batch.sum(1).nonzero()[:, 0]])
 
 
+def grouped(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    ends = torch.tensor([2], dtype=torch.int32)
+    return squares(model, torch.nn.functional.grouped_mm(batch, torch.zeros(1, 3, 3), offs=ends))
+
+
 def detached(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return squares(model, batch)[0].detach(), 2
 
@@ -57,6 +62,7 @@ FAILURES: dict[str, tuple[Callable[[], object], str]] = {  # what is asked -> wh
     "a joint loss": (
         lambda: small(loss_fn=JointLoss(lambda model, batch: batch, lambda batch: (batch.sum(), 1))), "JointLoss",
     ),
+    "experts in float32": (lambda: small(loss_fn=grouped), "another dtype than bfloat16 … --model.dtype=bfloat16"),
     "no model": (lambda: small(lambda mesh: None), "NoneType … expected a torch.nn.Module"),
     "a compiled model": (lambda: small(lambda mesh: torch.compile(linear())), "is compiled … leave compile out"),
     "a layer that is compiled": (lambda: small(compiled), "is compiled … leave compile out"),
@@ -79,6 +85,7 @@ FAILURES: dict[str, tuple[Callable[[], object], str]] = {  # what is asked -> wh
     "no ranks": (lambda: small(axes={"dp": 0}), "mesh axis 'dp' is 0 … must be a whole number"),
     "an axis that is not known": (lambda: small(axes={"data": 2}), "'data'; expected one of dp"),
     "a sync that is not known": (lambda: small(sync="sometimes"), "'sometimes'; expected one of auto"),
+    "a sync of some microbatches": (lambda: small(sync="every:4"), "'every:4' … give 'last'"),
     "no microbatch": (lambda: small(num_microbatches=0), "num_microbatches is 0 … must be a whole number"),
     "a negative norm": (lambda: small(max_norm=-1.0), "max_norm is -1.0; expected a positive number"),
     "one microbatch, read as three": (lambda: small().at(3), "tell of 3; simulate with num_microbatches=3"),

@@ -10,7 +10,12 @@ PLAN = [
     "plan  {updates} updates of 64 samples (update.global_batch_size) on {ranks} ranks",
     "plan  update.max_microbatch_tokens 8,192: the largest that fits",
     "plan  sync last: one all-reduce",
+    "plan  1,234,567 parameters: LlamaForCausalLM, fresh weights of run.seed = 0",
+    "plan  MFU: of h100-80g's 989 TFLOP/s in bfloat16",
 ]
+RULE = "─" * 62
+COMPLETION = [f"── a held-out prompt {RULE}", "Say <b>A</b>.", f"── its completion {RULE}", "A", "", "B", "─" * 80]
+RECIPE = 'optim = {name = "AdamW", lr = 0.002}\nupdate = {global_batch_size = 64}\n'
 ENDED = "2000-01-01T00:00:00Z  stopped by SIGTERM after update 9; `megabatch train run` resumes it"
 KINDS = ["idle", "forward", "backward", "idle", "forward", "backward", "reduce", "reduce", "step"]
 
@@ -19,7 +24,8 @@ def update(step: int, **more: Any) -> dict[str, Any]:
     """The row of an update whose loss falls."""
     row = {"step": step, "loss": 2 + 4 * math.exp(-step / 40) + 0.1 * math.sin(step), "grad_norm": 1 + 1 / step,
            "lr": 1e-3, "weight": 100.0, "num_samples": 64, "num_microbatches": 3, "num_tokens": 900 + step % 7,
-           "padding": 0.05, "tokens_per_second": 12345.678 + step % 13, "memory_gib": 1.5}  # fmt: skip
+           "padding": 0.05, "tokens_per_second": 12345.678 + step % 13,
+           "tokens_per_second_per_device": 6000.0, "mfu": 0.4, "memory_gib": 1.5}  # fmt: skip
     return row | more
 
 
@@ -60,7 +66,9 @@ def whole_run(folder: Path, updates: int, *, ranks: int = 2, microbatches: int =
     (folder / "plan.txt").write_text("\n".join(PLAN).format(updates=updates + 5, ranks=ranks) + "\n")
     skipped = {"step": 4, "reason": "the loss is not finite", "is_whole": False, "samples": ["a:1"]}
     (folder / "skipped.jsonl").write_text(lines([skipped]))
-    (folder / "log.txt").write_text(ENDED + "\n")
+    said = [f"2000-01-01T00:00:00Z  {line}" for line in COMPLETION]
+    (folder / "log.txt").write_text("\n".join([*said, ENDED, ""]))
+    (folder / "config.toml").write_text(RECIPE)
     start = {
         "time_utc": "2000-01-01T00:00:00Z",
         "num_ranks": ranks,

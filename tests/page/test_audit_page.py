@@ -1,17 +1,28 @@
 """The page of an audit in a real browser: on a desk and a phone, by day and by night."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser
 
 from megabatch import Audit
+from megabatch.verification.audit_records import LoopRecord, UpdateRecord
 from tests.page.browsers import a_browser, needs_chromium, opened
 from tests.unit.test_audit import audited, audited_policy
 
 pytestmark = [pytest.mark.slow, needs_chromium]
-AUDITS = {"means": lambda: audited("means"), "policy": lambda: audited_policy(1), "nothing": Audit}
+ACCELERATE = LoopRecord("Accelerate", "", "train.py", 7, "accelerator.backward(loss)")
+
+
+def long_change() -> Audit:
+    """An audit whose change is a name that a phone has no room for."""
+    updates = [record for record in audited("means").records if isinstance(record, UpdateRecord)]
+    return Audit.from_records(replace(record, loop=ACCELERATE) for record in updates)
+
+
+AUDITS = {"means": lambda: audited("means"), "policy": lambda: audited_policy(1), "nothing": Audit, "long": long_change}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.page.made_runs import cut, evaluations, lines, recipe, update, whole_
 pytestmark = [pytest.mark.slow, needs_chromium]
 
 MANY = 10_000
-CHARTS = ["loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "padding"]
+CHARTS = ["loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory_gib", "padding"]
 CONTRAST = 4.5  # of small text, by WCAG 2
 NAME_OF_FOCUS = "(each => each.getAttribute('aria-label') || each.textContent)(document.activeElement)"
 
@@ -73,6 +73,12 @@ def test_it_is_whole_at_every_width_by_day_and_by_night(browser: Browser, run: P
         assert points(page) == [30] * len(CHARTS)
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert page.evaluate("Math.max(...[...document.querySelectorAll('canvas')].map(c => c.offsetWidth))") <= width
+        facts = page.locator("#facts")
+        for words in ("parameters1,234,567 LlamaForCausalLM", "samples an update64", "learning rate0.002 AdamW"):
+            expect(facts).to_contain_text(words)
+        expect(facts).to_contain_text("tokens per second and device6,000 median")
+        expect(facts).to_contain_text("MFU40% of h100-80g's 989 TFLOP/s in bfloat16")
+        expect(page.locator("#completion pre").first).to_have_text("Say <b>A</b>.")
         memory = page.locator("[data-key=memory_gib] figcaption")
         expect(memory).to_contain_text("predicted peak of an update 1.25measured in update 2 1.2")
         assert len(bars(page)) == 6
@@ -90,6 +96,7 @@ def test_another_update_has_other_bars(browser: Browser, run: Path) -> None:
     with opened(browser, run) as seen:
         page, words = seen.page, seen.page.locator("#cuts .words")
         expect(words).to_contain_text("update 30: 24 samples in 3 microbatches on each of 2 data ranks, 1,460 real")
+        expect(words).to_contain_text("; the busiest rank computes 1 times the mean")
         last = bars(page)
         page.get_by_role("spinbutton").fill("7")
         page.keyboard.press("Enter")
@@ -110,6 +117,19 @@ def test_another_update_has_other_bars(browser: Browser, run: Path) -> None:
         expect(page.locator("#cuts tbody tr").nth(3).locator("td")).to_have_text(["1", "1", "4", "330", "10"])
         page.get_by_role("combobox").select_option("0")
         expect(page.locator("#timelines p").first).to_contain_text("Update 3 took 9 ms on 2 ranks")
+
+
+def test_padding_and_balance_stand_above_the_curves(browser: Browser, tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run", 9)
+    rows = [update(step, slowest_over_mean=1 + step / 100, measured_slowest_over_mean=1.5) for step in range(1, 10)]
+    (folder / "metrics.jsonl").write_text(lines(rows))
+    rank, busy = [[4], [300], [20]], [[4], [400], [80]]
+    (folder / "cuts.jsonl").write_text(lines([{"step": 1, "cut": [rank, busy]}]))
+    with opened(browser, written(folder)) as seen:
+        facts = seen.page.locator("#facts")
+        expect(facts).to_contain_text("padding5.0% median")
+        expect(facts).to_contain_text("busiest rank over the mean1.05 predicted, 1.5 measured, medians")
+        expect(seen.page.locator("#cuts .words")).to_contain_text("13% padding; the busiest rank computes 1.2 times")
 
 
 def test_the_keyboard_reaches_every_control(browser: Browser, run: Path) -> None:

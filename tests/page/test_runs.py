@@ -149,6 +149,9 @@ def test_keys_that_find_no_room_are_named_below(monkeypatch: pytest.MonkeyPatch)
     head, one, _, others = runs_text(runs).splitlines()
     assert one.count("\N{HORIZONTAL ELLIPSIS}") == head.count("key_") == 3
     assert others == "also different (--json has the values): optim.options.key_3, optim.options.key_4"
+    runs = [RunSummary(name, "ended", {f"optim.options.key_{place}": name for place in range(20)}) for name in "ab"]
+    assert runs_text(runs).splitlines()[-1].endswith("more")
+    assert runs_text(runs).splitlines()[-1].count("key_") == 8
 
 
 def test_a_key_that_one_recipe_lacks_differs_and_the_best_of_one_is_none() -> None:

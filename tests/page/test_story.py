@@ -11,7 +11,7 @@ import pytest
 
 from megabatch.train.cli import commands as cli
 from megabatch.train.report import encode as columns
-from megabatch.train.report.data import ended_of, read_run
+from megabatch.train.report.data import end_of_log, ended_of, read_run
 from megabatch.train.report.html import html_of
 from tests.page.made_runs import cut, evaluations, lines, recipe, update, whole_run
 
@@ -43,6 +43,11 @@ def test_a_page_has_all_that_the_run_has(tmp_path: Path, capsys: pytest.CaptureF
     assert story["skipped"][0]["samples"] == ["a:1"]
     assert story["ended"].startswith("stopped by SIGTERM")
     assert story["plan"][1].startswith("update.max_microbatch_tokens")
+    assert story["model"] == {
+        "parameters": "1,234,567", "name": "LlamaForCausalLM", "peak": "of h100-80g's 989 TFLOP/s in bfloat16",
+    }  # fmt: skip
+    assert story["settings"] == {"global_batch_size": "64", "lr": "0.002", "name": "AdamW"}
+    assert story["completion"] == ["Say <b>A</b>.", "A\n\nB"]
     assert "/a/path" not in (run / "report.html").read_text()  # the command line is the machine's
 
 
@@ -200,6 +205,6 @@ def test_a_page_stays_small(tmp_path: Path) -> None:
     ],
 )
 def test_how_a_run_ended_stands_in_its_log(tmp_path: Path, log: str, ended: str) -> None:
-    assert ended_of(tmp_path) == ""
+    assert ended_of(end_of_log(tmp_path)) == ""
     (tmp_path / "log.txt").write_text(log)
-    assert ended_of(tmp_path) == ended
+    assert ended_of(end_of_log(tmp_path)) == ended

@@ -98,8 +98,8 @@ class Bench:
 
 
 OF_THE_CLOCK = (
-    "tokens_per_second", "samples_per_second", "memory_gib", "measured_slowest_over_mean", "slowest_rank",
-    "time", "seconds",
+    "tokens_per_second", "tokens_per_second_per_device", "mfu", "samples_per_second", "memory_gib",
+    "measured_slowest_over_mean", "slowest_rank", "time", "seconds",
 )  # fmt: skip
 
 

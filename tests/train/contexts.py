@@ -10,7 +10,7 @@ from megabatch import Learner
 from megabatch.losses import LossFunction
 from megabatch.train.config import Config
 from megabatch.train.context import RunContext
-from megabatch.train.data.updates import NumUpdates
+from megabatch.train.data.updates import Dealing, NumUpdates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.parallel.wrap import WrapperChoice
 from megabatch.train.runtime.console import Console
@@ -39,7 +39,9 @@ def context_of(
 ) -> RunContext:  # fmt: skip
     """The context of a run whose samples come from elsewhere; it has no callbacks."""
     data: Any = SimpleNamespace(sets={}, counts_tokens=True, epoch_size=None, words=[])
-    updates: Any = SimpleNamespace(ids=[], names=[], size=0, num_updates=NumUpdates(num_updates, num_updates))
+    updates: Any = SimpleNamespace(
+        ids=[], names=[], size=0, num_updates=NumUpdates(num_updates, num_updates), dealing=Dealing()
+    )
     model = parallel_model or ParallelModel(
         learner.gradient.model, learner.model, WrapperChoice(wrapper, ""), [], [], {}
     )

@@ -6,7 +6,7 @@ from tests.test_imports import TRAINER, at_the_top, edges
 
 CHAPTERS = [
     "config", "trust", "runtime", "data", "parallel", "model", "classification", "context", "checkpoints", "autotune",
-    "records", "callbacks", "plan", "report", "loop", "init", "cli",
+    "records", "callbacks", "plan", "report", "replicas", "loop", "init", "preview", "cli",
 ]  # fmt: skip
 MODULES = [module for module in TRAINER if module != "train"]
 

@@ -81,6 +81,56 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--parallel.schedule=GPipe": "'GPipe', which has no effect without parallel.pp; set that, or leave parallel.sched",
     "--parallel.loss_parallel": "true, which has no effect without parallel.tp; set that, or leave parallel.loss_par",
     **{
+        f"--parallel.ep=2 {other}": f"parallel.ep is 2 and {seen} … leave one of them out"
+        for other, seen in {
+            "--parallel.cp=2": "parallel.cp is 2, whose ranks share samples",
+            "--parallel.tp=2": "parallel.tp is 2, whose ranks share samples",
+            "--parallel.pp=2": "parallel.pp is 2, whose ranks share samples",
+            "--parallel.wrapper=ddp": "parallel.wrapper is 'ddp', and experts go with fsdp2",
+            "--parallel.wrapper=replicate": "parallel.wrapper is 'replicate', and experts go with fsdp2",
+            "--model.function=a:b": "model.function is 'a:b', and the experts of a model of your own",
+            "--update.same_bits=true": "update.same_bits is true, where an expert adds the tokens of several ranks",
+            "--update.max_microbatch_tokens=64 --update.long_samples=cut": "update.long_samples is 'cut', whose ranks",
+            "--update.balance=measured": "update.balance is 'measured', whose ranks wait",
+            "--run.check_hardware_every=2": "run.check_hardware_every is 2, which are not tested together",
+            "--advice.every=2": "advice.every is 2, which are not tested together",
+            "--model.lora.r=4": "model.lora is set, which are not tested together",
+            "--model.compile": "model.compile is true, which are not tested together",
+            "--parallel.cpu_offload --parallel.wrapper=fsdp2": "parallel.cpu_offload is true, which are not tested",
+        }.items()
+    },
+    **{
+        f"--parallel.replicas=torchft {other}": f"parallel.replicas is 'torchft' and {seen} … leave one of them out"
+        for other, seen in {
+            "--parallel.tp=2": "parallel.tp is 2, whose ranks share samples",
+            "--parallel.cp=2": "parallel.cp is 2, whose ranks share samples",
+            "--parallel.pp=2": "parallel.pp is 2, whose ranks share samples",
+            "--parallel.ep=2": "parallel.ep is 2, whose ranks share samples",
+            "--parallel.wrapper=ddp": "parallel.wrapper is 'ddp', which sums over ranks by itself",
+            "--parallel.wrapper=replicate": "parallel.wrapper is 'replicate', which sums over ranks by itself",
+            "--parallel.dp_replicate=2": "parallel.dp_replicate is 2, and each copy of the model is a replica",
+            "--update.max_microbatch_tokens=auto": "update.max_microbatch_tokens is 'auto', which each replica would",
+            "--update.cost=measure": "update.cost is 'measure', which is measured on one replica",
+            "--update.balance=measured": "update.balance is 'measured', which is measured on one replica",
+            "--update.on_nonfinite=skip_update": "update.on_nonfinite is 'skip_update', which needs all samples",
+            "--advice.every=2": "advice.every is 2, which needs all samples of an update",
+            "--run.check_hardware_every=2": "run.check_hardware_every is 2, which knows the ranks of one replica",
+            "--run.stuck_after=9": "run.stuck_after is 9.0, which knows the ranks of one replica",
+            "--data.streaming": "data.streaming is true, whose samples have no numbers",
+            "--data.num_workers=1": "data.num_workers is 1, which reads the samples of one replica ahead",
+            "--data.look_ahead=1": "data.look_ahead is 1, which reads the samples of one replica ahead",
+            "--run.profile_steps=[2]": "run.profile_steps is [2], and each replica would write there",
+            '--tracking.trackers=["wandb"]': "tracking.trackers is ['wandb'], and each replica would write there",
+            "--update.one_row": "update.one_row is true, which is not tested with it",
+            "--update.max_microbatch_tokens=64 --update.long_samples=cut": "update.long_samples is 'cut', which is not",
+            "--model.experts.bias_rate=0.1": "model.experts is set, which is not tested with it",
+            "--model.compile": "model.compile is true, which is not tested with it",
+            "--model.compile --update.shapes=2": "update.shapes is 2, which is not tested with it",
+            "--parallel.cpu_offload --parallel.wrapper=fsdp2": "parallel.cpu_offload is true, which is not tested",
+            "--model.lora.r=4 --model.quantize=nf4": "model.quantize is 'nf4', which is not tested with it",
+        }.items()
+    },
+    **{
         f"--update.micro_batch_size=2 --update.same_bits=true {other}": f"update.same_bits is true and {seen} … leave"
         for other, seen in {
             "--parallel.tp=2": "parallel.tp is 2, which cuts sums of the model",
@@ -103,6 +153,15 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
             "--parallel.cp=2": "parallel.cp is 2, whose ranks must split",
         }.items()
     },
+    **{
+        f"--update.micro_batch_size=2 --update.balance=measured {other}": f"update.balance is 'measured' and {seen}"
+        for other, seen in {
+            "--update.same_bits=true": "update.same_bits is true, by which bits would follow the clock",
+            "--update.one_row": "update.one_row is true, whose rows are dealt one by one",
+            "--parallel.cp=2": "parallel.cp is 2, where ranks wait within a microbatch",
+        }.items()
+    },
+    "--update.balance=yes": "update.balance is 'yes'; it must be",
     "--update.max_microbatch_tokens=auto --update.cost=measure": "'measure' and … 'auto', which measures … leave",
     "--update.cost=guess": "update.cost is 'guess'; it must be 'measure'",
     **{
@@ -115,6 +174,20 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
             "--loss.function=a:b": "loss.function is 'a:b', of which it is not known",
         }.items()
     },
+    **{
+        f"--update.max_microbatch_tokens=64 --update.long_samples=cut {other}": f"'cut' and {seen} … leave"
+        for other, seen in {
+            "--update.one_row": "update.one_row is true, whose samples lie in one row",
+            "--update.same_bits=true": "update.same_bits is true, which chunks do not go with",
+            "--parallel.tp=2": "parallel.tp is 2, whose ranks share samples",
+            "--model.compile": "model.compile is true, which does not go with a cache",
+            "--model.activation_checkpointing=true": "model.activation_checkpointing is",
+            "--data.look_ahead=1": "data.look_ahead is 1, whose samples are not there to be cut",
+            "--run.check_hardware_every=2": "run.check_hardware_every is 2, which makes gradients in another cut",
+        }.items()
+    },
+    "--update.max_microbatch_tokens=auto --update.long_samples=cut": "'cut' and … 'auto', and the tokens of a chunk",
+    "--update.micro_batch_size=2 --update.long_samples=cut": "'cut' and update.micro_batch_size is 2, and chunks have",
     "--update.shapes=4": "update.shapes is 4, which has no effect without model.compile; set that, or leave",
     "--update.max_microbatch_tokens=auto --update.same_bits=true": "true and … 'auto', which … leave",
     "--update.same_bits=proved": "update.same_bits is 'proved'; it must be",

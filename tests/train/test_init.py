@@ -16,6 +16,7 @@ from megabatch.train.cli.arguments import Init, read_arguments
 from megabatch.train.config import DataConfig, ModelConfig, SourceConfig
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.encode import Skipped, samples_of
+from megabatch.train.data.sources import rows_of
 from megabatch.train.init.data_survey import Survey, size_of
 from megabatch.train.init.hardware import DEVICES, Hardware, read_hardware, seen_hardware
 from megabatch.train.init.recipe_text import look, write_recipe
@@ -25,6 +26,7 @@ from tests.train.processes import Run
 from tests.unit.failures.table import line_of, names
 
 ROOT = Path(__file__).parents[2]
+FIELDS = ("prompt_field", "response_field")
 PAIR, CHAT = {"question": "1 + 1?", "answer": "2"}, {"role": "user", "content": "hello"}
 ROWS = {
     "prompt.jsonl": {"prompt": "a", "response": "b"},
@@ -35,6 +37,9 @@ ROWS = {
     "lines.txt": "a line\n",
     "page.md": "# A page\n",
     "table.csv": "instruction,output\nsay,said\n",
+    "alpaca.json": {"instruction": "Translate", "input": "Hello", "output": "Bonjour"},
+    "dolly.jsonl": {"instruction": "Who?", "context": "A poem.", "response": "A poet"},
+    "pretty.jsonl": '[\n  {"prompt": "a",\n "response": "b"}\n]\n',
 }
 SEEN = {
     "prompt.jsonl": ({"prompt_field": "prompt", "response_field": "response"}, []),
@@ -45,6 +50,9 @@ SEEN = {
     "lines.txt": ({"text_field": "text"}, []),
     "page.md": ({"source": "text", "text_field": "text"}, []),
     "table.csv": ({"prompt_field": "instruction", "response_field": "output"}, []),
+    "alpaca.json": ({"prompt_field": ["instruction", "input"], "response_field": "output"}, []),
+    "dolly.jsonl": ({"prompt_field": ["instruction", "context"], "response_field": "response"}, []),
+    "pretty.jsonl": ({"prompt_field": "prompt", "response_field": "response"}, []),
 }
 
 
@@ -106,6 +114,73 @@ def test_labels_make_a_classifier(folder: Path, capsys: pytest.CaptureFixture[st
         load_function(tables["data"]["function"], "data.function")(**tables["data"]["options"])
     text = init("text.toml", "--data", "labels.csv", "--task", "language", "--hardware", "cpu")
     assert (text["data"]["text_field"], "function" in text["data"]) == ("text", False)
+
+
+def test_alpaca_learns_the_output_after_instruction_and_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("Translate", "Hello", "Bonjour"), ("Say hi", "", "hi")]
+    texts = [json.dumps(dict(zip(("instruction", "input", "output"), row, strict=True))) for row in rows]
+    (folder / "al.jsonl").write_text("\n".join([*texts, '{"instruction": "Say no", "output": "no"}', ""]))
+    tables = init("mine.toml", "--data", "al.jsonl", "--hardware", "cpu")
+    assert "read: prompt_field = instruction + input, response_field = output\n" in capsys.readouterr().out
+    source = SourceConfig.model_validate({key: tables["data"][key] for key in ("path", *FIELDS)})
+    tokenizer = load_tokenizer(ModelConfig(config={"model_type": "llama"}))
+    samples = [sample for _, sample in samples_of(source, "data", DataConfig(), tokenizer, Skipped())]
+    texts = [tokenizer.decode(sample["input_ids"]) for sample in samples]
+    assert texts == ["Translate\nHelloBonjour</s>", "Say hihi</s>", "Say nono</s>"]
+    learned = [tokenizer.decode(sample["labels"][sample["labels"] != -100]) for sample in samples]
+    assert learned == ["Bonjour</s>", "hi</s>", "no</s>"]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert [*look("al.jsonl", None).lengths] == [length - has for length, has in zip(lengths, (1, 0, 0), strict=True)]
+
+
+TICKETS = "id,customer_text,queue\n" + "".join(
+    f"{number},the parcel number {number} has not come yet,{'yes' if number % 3 else 'no'}\n" for number in range(60)
+)
+STATED = {  # options → the keys that the recipe gets
+    "--text-field customer_text": {"text_field": "customer_text"},
+    "--label-field queue --text-field customer_text": {"text_field": "customer_text", "label_field": "queue"},
+    "--prompt-field customer_text --response-field queue": {
+        "prompt_field": "customer_text", "response_field": "queue"
+    },
+    "--prompt-field id,customer_text": {"prompt_field": ["id", "customer_text"], "response_field": "queue"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", STATED)
+def test_stated_fields_are_read(folder: Path, options: str) -> None:
+    (folder / "tickets.csv").write_text(TICKETS)
+    tables = init("mine.toml", "--data", "tickets.csv", "--hardware", "cpu", *options.split())
+    data = tables["data"].get("options", tables["data"])
+    assert {key: value for key, value in data.items() if key.endswith("_field")} == STATED[options]
+    if "label_field" in STATED[options]:
+        assert tables["model"]["options"]["labels"] == ["no", "yes"]
+
+
+def test_fields_without_a_usual_name_are_guessed_and_the_guess_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "tickets.csv").write_text(TICKETS)
+    tables = init("mine.toml", "--data", "tickets.csv", "--task", "classification", "--hardware", "cpu")
+    options = tables["data"]["options"]
+    assert (options["text_field"], options["label_field"]) == ("customer_text", "queue")
+    said = capsys.readouterr().out
+    assert "read: text_field = customer_text, label_field = queue\n" in said
+    assert "text_field = customer_text is guessed: it has the longest texts; label_field = queue is guessed" in said
+    text = init("text.toml", "--data", "tickets.csv", "--hardware", "cpu")
+    assert text["data"]["text_field"] == "customer_text"
+    assert "--text-field, --label-field, --prompt-field and --response-field name others" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf16_is_read_by_its_mark(folder: Path, encoding: str) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (folder / "wide.csv").write_bytes((mark + "text,label\ncafé,1\n").encode(encoding))
+    (folder / "wide.jsonl").write_bytes((mark + '{"text": "café \U0001f600"}\n').encode(encoding))
+    assert [row.fields for row in rows_of(SourceConfig(path="wide.csv"), "data")] == [{"text": "café", "label": "1"}]
+    assert [row.fields for row in rows_of(SourceConfig(path="wide.jsonl"), "data")] == [{"text": "café \U0001f600"}]
+    (folder / "half.csv").write_bytes((mark + "text\nab\n").encode(encoding)[:-1])
+    with pytest.raises(MegabatchError, match=r"^cannot read half.csv as csv \('utf-16.*truncated data\); mend it"):
+        list(rows_of(SourceConfig(path="half.csv"), "data"))
 
 
 def test_many_labels_are_no_classes(folder: Path) -> None:
@@ -174,10 +249,16 @@ REFUSED = {  # arguments -> what the error names
     "--model a:b --data stdlib --hardware cpu": "--model is 'a:b'; write small",
     "--model smal --data stdlib --hardware cpu": "--model is 'smal' … write small",
     "--model empty --data stdlib --hardware cpu": "'empty' … config.json; name one of save_pretrained",
-    "--model small --data odd.jsonl --hardware cpu": "odd.jsonl:1 has the fields 'a', 'b', 'c' … rename them",
+    "--model small --data odd.jsonl --hardware cpu": "odd.jsonl:1 has the fields 'a', 'b', 'c' … name them",
     "--model small --data broken.jsonl --hardware cpu": "broken.jsonl has no row that can be read (first: … name data",
     "--model ~nobody-here/x --data stdlib --hardware cpu": "--model is '~nobody-here/x' … write the whole path",
     "--model small --data ~x.jsonl --hardware cpu": "data.path is '~x.jsonl' … write the whole path",
+    "--data two.csv --text-field c": "--text-field is 'c', and two.csv:2 has the fields 'a', 'b'; name one of them",
+    "--data two.csv --prompt-field a --text-field b": "--text-field and --prompt-field are given … of one",
+    "--data two.csv --prompt-field a --task classification": "--prompt-field … give --text-field and --label-field",
+    "--data three.csv --prompt-field a": "--prompt-field is 'a' … 'a', 'b', 'c'; give --response-field too",
+    "--data stdlib --text-field a": "--text-field is given, and --data is stdlib … leave it out",
+    "--data openai/gsm8k --label-field a": "the labels of 'openai/gsm8k' are not known … save it with",
     "--modle small": "Unrecognized options: --modle, small; see megabatch init --help",
     "--model small --model": "'--model' … see megabatch init --help",
 }
@@ -187,6 +268,8 @@ REFUSED = {  # arguments -> what the error names
 def test_a_bad_argument_is_one_line_and_nothing_is_written(folder: Path, words: str) -> None:
     (folder / "odd.jsonl").write_text('{"a": 1, "b": "x", "c": "y"}\n')
     (folder / "broken.jsonl").write_text("{\n[]\n")
+    (folder / "two.csv").write_text("a,b\nx,y\n")
+    (folder / "three.csv").write_text("a,b,c\nx,y,z\n")
     (folder / "empty").mkdir()
     before = sorted(folder.iterdir())
     said = line_of(lambda: write_recipe(**vars(read_arguments(Init, ["recipe.toml", *words.split()]))))

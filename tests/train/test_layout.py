@@ -27,6 +27,8 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [  # ranks, [parallel], what th
     (4, {"pp": 2, "stages_per_rank": 3, "schedule": "DualPipeV"}, 'stages_per_rank is 3 … "DualPipeV" has 2 on each'),
     (4, {"wrapper": "ddp", "dp_shard": 2}, '"ddp" … parallel.dp_shard is'),
     (4, {"wrapper": "replicate", "dp_replicate": 2}, '"replicate", which shards nothing, and'),
+    (1, {"ep": 2}, "parallel.ep is 2 and 1 rank has the shards of the model (parallel.dp_shard), which it must divide"),
+    (8, {"ep": 4, "dp_replicate": 4}, "parallel.ep is 4 and 2 ranks have the shards of the model (parallel.dp_shard)"),
     (4, {"wrapper": "fsdp2", "dp_replicate": 4}, '"fsdp2" and parallel.dp_replicate 4 leaves'),
 ]
 
@@ -58,6 +60,8 @@ def test_a_layout_that_cannot_be_is_one_line(num_ranks: int, keys: dict[str, Any
         (8, {"pp": 2, "dp_shard": 2}, "fsdp2", (2, 2)),
         (8, {"pp": 2, "tp": 2, "dp_shard": 2}, "fsdp2", (1, 2)),
         (4, {"pp": 2, "wrapper": "ddp"}, "ddp", (2, 1)),
+        (4, {"ep": 2}, "fsdp2", (1, 4)),
+        (8, {"ep": 2, "dp_replicate": 2}, "fsdp2", (2, 4)),
     ],
 )
 def test_what_is_left_open_follows(

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 
 from megabatch import GradientAccumulator, Plan, loss, losses
 from megabatch.train.context import Callbacks, RunContext, read_values
+from megabatch.train.parallel.utilization import Arithmetic, Utilization
 from megabatch.train.records.metrics import Metrics, MetricsFile, Sums, update_row
 from megabatch.train.runtime.files import read_rows
 from tests.train.contexts import config_of, context_of
@@ -181,7 +183,7 @@ def one_update(loss_fn: Any, samples: list[dict[str, torch.Tensor]], **options: 
     done = accumulator.finalize(max_norm=1.0)
     assert accumulator.last_plan is not None
     options = {"counts_tokens": True, **options}
-    sums = Sums(accumulator.last_plan.padded_tokens, accumulator.last_plan.num_split)
+    sums = Sums(accumulator.last_plan.padded_tokens, accumulator.last_plan.num_split, 0.0)
     return update_row(done, read_values(done), sums, 0.5, **options)
 
 
@@ -248,6 +250,7 @@ def row_of_two_ranks(ranks: Any, folder: Path) -> dict[str, Any]:
     """The row of an update that took about a thousand seconds on two ranks, of which each has half of the tokens."""
     learner: Any = SimpleNamespace(gradient=SimpleNamespace(model=None), model=None, step=1)
     context = context_of(learner, losses.mse, config=config_of(folder), ranks=ranks)
+    context.model = replace(context.model, utilization=Utilization(Arithmetic(10, 10, 0), 1000.0, ""))
     metrics = Metrics(context)
     metrics._lr, metrics._counts_tokens = 0.1, True
     context.plan = Plan(((0, 1),), (20, 10))
@@ -259,4 +262,6 @@ def row_of_two_ranks(ranks: Any, folder: Path) -> dict[str, Any]:
 def test_the_throughput_is_that_of_all_ranks(tmp_path: Path) -> None:
     for row in on_ranks(2, tmp_path, row_of_two_ranks, tmp_path):
         assert row["tokens_per_second"] == pytest.approx(60 / 1000, rel=0.2)
+        assert row["tokens_per_second_per_device"] == row["tokens_per_second"] / 2
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] / 2 * 60 / 1000)  # 60 operations a token
         assert row["padding"] == pytest.approx(1 - 60 / 80)

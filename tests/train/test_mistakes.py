@@ -59,6 +59,8 @@ FILES = {
     "broken.jsonl": '{"text": "a"}\n{"text": \n',
     "chat.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n",
     "odd.jsonl": '{"a": "x", "b": "y"}\n',
+    "sharegpt.jsonl": '{"conversations": [{"from": "human", "value": "a"}]}\n',
+    "utf16.csv": "text\nab".encode("utf-16")[:-1],
     "table.xlsx": "x",
     "data.bin": "x",
     "runs/done/checkpoints/latest": "step-1",
@@ -66,7 +68,7 @@ FILES = {
 }
 MISTAKES = {  # command -> what it gets
     # the recipe
-    "trane recipe.toml": "unknown command 'trane' … the commands are init, train",
+    "trane recipe.toml": "unknown command 'trane' … the commands are init, show, train",
     "train": "no recipe; give the path of a TOML file first",
     "train recip.toml": "no recipe recip.toml (recipe.toml comes nearest); give the path",
     "train broken.toml": "broken.toml is not TOML … mend that line",
@@ -117,6 +119,7 @@ MISTAKES = {  # command -> what it gets
     # the model, the run, extras
     "train recipe.toml --model.name=./gpt": "model.name is './gpt' and there is no such folder; name one that is",
     "train recipe.toml --model.name=runs/done": "'runs/done', a run of megabatch's; begin with its weights by",
+    "train recipe.toml --model.config=none --model.name=gpt2": "write --model.name=NAME alone, which replaces it",
     "train recipe.toml --model.config.hidden_sizee=3": "model.config.hidden_sizee … the nearest key is hidden_size",
     "train recipe.toml --model.config.vocab_size=100": "384 tokens and the model a vocabulary of 100; set model.config",
     "train recipe.toml --model.config.num_attention_heads=3": "transformers refuses model.config … change it there",
@@ -135,6 +138,10 @@ MISTAKES = {  # command -> what it gets
     "init new.toml --data chat.csv": "'chat.csv', and there is no such file (chats.csv comes nearest)",
     "init new.toml --data header.csv": "header.csv has no row that can be read; name data with at least one",
     "init new.toml --data odd.jsonl": "odd.jsonl:1 has the fields 'a', 'b', of which none is known as text",
+    "init new.toml --data odd.jsonl --task classification": "known as a text and its label; name them: --text-field",
+    "init new.toml --data odd.jsonl --text-field body": "--text-field is 'body', and odd.jsonl:1 has the fields 'a'",
+    "init new.toml --data sharegpt.jsonl": "sharegpt.jsonl:1 has nothing in one of the fields conversations",
+    "train recipe.toml --data.path=utf16.csv": "cannot read utf16.csv as csv ('utf-16 … truncated data); mend it",
     "init recipe.toml --data chats.csv": "recipe.toml is there already, and nothing is overwritten; give another FILE",
     "export runs/none --to model": "runs/none is no folder; give the folder of a run",
 }

@@ -290,7 +290,8 @@ def test_a_folder_is_loaded_as_transformers_does(tmp_path: Path) -> None:
     made = parallel_model({"name": str(tmp_path)})
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(made.base(input_ids=TOKENS).logits, reference(input_ids=TOKENS).logits)
-    assert made.words[0] == f"Qwen2ForCausalLM, weights of {tmp_path}"
+    num_parameters = sum(each.numel() for each in made.base.parameters())
+    assert made.words[0] == f"{num_parameters:,} parameters: Qwen2ForCausalLM, weights of {tmp_path}"
     assert made.base.config.use_cache is False
 
 

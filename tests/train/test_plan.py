@@ -194,11 +194,17 @@ def test_the_best_is_that_of_simulating_every_choice(recipe: Path, name: str) ->
     for limit in (sizes[len(sizes) // 4], sizes[len(sizes) // 2], 2**40):
         expected, *_ = sort_rows([replace(row, fits=YES if row.peak_bytes <= limit else NO) for row in every])
         rows = search_choices([what], limit, lambda _: None)
-        best, *others = (row for row in rows if not row.choice.gathers_some)
+        best, *others = rows
         assert (best.choice, best.by, best.seconds) == (expected.choice, SIMULATION, expected.seconds)
         simulated = [row for row in (best, *others) if row.by == SIMULATION]
         assert len(simulated) < len(every) == len(others) + 1
         assert all(row.peak_bytes <= peaks[row.choice] for row in others if row.is_least)
+
+
+def test_the_progress_counts_simulations_and_not_choices(recipe: Path) -> None:
+    steps: list[int] = []
+    rows = search_choices([subject(recipe, 1, device="cpu")], 2**40, steps.append)
+    assert sum(steps) == sum(row.by == SIMULATION for row in rows) < len(rows)
 
 
 @pytest.mark.parametrize(
@@ -504,6 +510,16 @@ DEEP: dict[str, tuple[int, dict[str, Any]]] = {
             **{f"model__config__{key}": value for key, value in DEEP_ROUTED.items()},
         },
     ),
+    "router loss": (
+        4,
+        {
+            "parallel__ep": 2,
+            "model__dtype": "bfloat16",
+            "model__experts__router_loss": 0.01,
+            # Means of so many experts take 512 bytes of each layer.
+            **{f"model__config__{key}": value for key, value in (DEEP_ROUTED | {"num_experts": 128}).items()},
+        },
+    ),
     "selective": (1, {"model__activation_checkpointing": "selective"}),
     "tp": (4, {"parallel__tp": 2, "parallel__wrapper": "fsdp2", "parallel__sequence_parallel": "true"}),
     "recompute": (1, {"model__activation_checkpointing": "true"}),
@@ -633,6 +649,52 @@ def test_the_lines_that_are_printed_load_and_train(
 
 
 @pytest.mark.slow
+def test_the_speed_is_told_per_device_by_day_and_as_utilization(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*arguments(2, parallel__wrapper="ddp"), "--device", "h100", "--length", "128", "--tokens", "2.5B"]
+    best = plan(recipe, words)[0]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("speed: ")]
+    rate = best.tokens_per_second
+    config = load_config(recipe, []).model.config
+    layers, hidden, inside = (config[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    heads, key_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
+    layer = 2 * hidden**2 + 2 * hidden * hidden * key_heads // heads + 3 * hidden * inside + 2 * hidden
+    computed = layers * layer + hidden + config["vocab_size"] * hidden  # with the head, without the input embedding
+    mfu = (6 * computed + 12 * layers * hidden * 128) * rate / 2 / 67e12
+    assert f"speed: {rate / 2:,.0f} tokens/s per device, {rate * 86_400 / 1e9:.3g}B tokens a day" in line
+    assert f"MFU {mfu:.0%} of h100-80g's 67 TFLOP/s in float32" in line
+    assert f"{2.5e9 / rate / 86_400:,.3g} days for 2.5B tokens; times are predicted, +-20 %" in line
+    plan(recipe, [*arguments(1), "--device", "cpu", "--length", "128"])
+    assert "no MFU: the peak of a CPU is not known" in capsys.readouterr().out
+    plan(recipe, [*arguments(1, model__lora__r=4), "--device", "h100", "--length", "128"])
+    assert "no MFU: model.lora is not counted in plans" in capsys.readouterr().out
+
+
+def test_no_cell_of_the_table_is_cut(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*arguments(2, parallel__wrapper="fsdp2"), "--length", "128"]
+    plan(recipe, words)
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("TERM", "dumb")  # of 80 columns, without colors
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    best = plan(recipe, words)[0]
+    narrow = capsys.readouterr().out
+    assert "activations" in wide.partition("best:")[0]
+    head, _, body = narrow.partition("best:")[0].rpartition("─")
+    assert "activations" not in head
+    assert "\N{HORIZONTAL ELLIPSIS}" not in wide + narrow
+    assert body.splitlines()[1].split()[-2:] == [f"{best.seconds:.3g}", best.bound]
+
+
+@pytest.mark.parametrize("text", ["many", "0", "1Q", "-3B", "9" * 30])
+def test_a_number_of_tokens_is_read(recipe: Path, text: str) -> None:
+    with pytest.raises(MegabatchError, match=r"^--tokens is .*; write a number of tokens, 300M, 15B or 1.5T say$"):
+        request_of(["--tokens", text])
+    assert request_of(["--tokens", "1.5t"]).num_tokens == 1.5e12
+
+
 def test_the_chart_is_drawn_and_the_table_names_the_runner_up(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = recipe.with_suffix(".svg")
     plan(recipe, [*arguments(2, parallel__wrapper="fsdp2"), "--chart", str(chart)])

@@ -172,7 +172,9 @@ def test_training_and_evaluation(bench: Bench, tmp_path: Path, ranks: int, value
         bench.train(ranks=ranks, run__max_steps=3, **of_one)
     rows, expected = (bench.rows(tmp_path / name) for name in ("prepared", "plain"))
     for key in ("loss", "grad_norm", "eval_loss"):
-        assert [row[key] for row in rows if key in row] == [row[key] for row in expected if key in row]
+        numbers = [row[key] for row in rows if key in row]
+        # On two ranks, the one with fewer microbatches does not cut its own smaller for a loss that prepares them.
+        assert numbers == pytest.approx([row[key] for row in expected if key in row], rel=1e-12)
     assert any("eval_loss" in row for row in rows)
 
 

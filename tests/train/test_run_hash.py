@@ -1,9 +1,12 @@
 """run_hash: one hash of code, settings, model and data in each row of metrics.jsonl."""
 
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megabatch.train.records.metrics import source_of
 from tests.train.conftest import NO_DROPOUT, Bench
 
 OWN_LOSS = (
@@ -33,3 +36,10 @@ def test_it_is_of_code_settings_and_data_and_not_of_folders_and_ranks(bench: Ben
     data = bench.path / "data.jsonl"
     data.write_text(data.read_text().replace("ab", "zz"))
     assert hashes(bench, "other-data", ranks=2, **loss).isdisjoint(one)
+
+
+def test_the_source_of_a_module_inside_a_zip_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "own.zip", "w") as archive:
+        archive.writestr("loss_in_a_zip.py", OWN_LOSS)
+    monkeypatch.syspath_prepend(str(tmp_path / "own.zip"))
+    assert source_of("loss_in_a_zip:loss") == OWN_LOSS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch import MegabatchError, losses
-from megabatch.autotune.few_shapes import FewShapes
+from megabatch.autotune.shapes_planner import check_loss
 from megabatch.train.callbacks.checkpointing import GradientState
 from megabatch.train.checkpoints.metadata import read_meta
 from megabatch.train.checkpoints.retention import Checkpoints
@@ -26,7 +26,6 @@ from tests.train.planning import plan
 from tests.train.processes import overrides
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),  # torch's own use
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
@@ -75,6 +74,17 @@ def kept(context: RunContext) -> Any:
     return read_meta(Checkpoints(context.folder).latest_valid(ALONE).path)["gradient"]
 
 
+@pytest.mark.usefixtures("in_float64")
+def test_a_run_chooses_its_shapes_in_the_first_update(bench: Bench) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        plain, filled = (
+            run(bench, name, **keys, run__max_steps=2) for name, keys in (("plain", NO_DROPOUT), ("filled", SHAPES))
+        )
+    assert_close(filled, plain)
+    assert len(kept(filled)["shapes"]) == NUM_SHAPES
+
+
+@pytest.mark.slow
 def test_as_many_graphs_as_shapes_and_the_same_weights(bench: Bench, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -89,6 +99,7 @@ def test_as_many_graphs_as_shapes_and_the_same_weights(bench: Bench, tmp_path: P
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == NUM_SHAPES, "layers share their graphs"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 def test_a_resumed_run_has_the_shapes_of_the_checkpoint(bench: Bench, monkeypatch) -> None:
     with torch.compiler.set_stance("force_eager"):
@@ -106,6 +117,7 @@ def test_a_resumed_run_has_the_shapes_of_the_checkpoint(bench: Bench, monkeypatc
     assert kept(planted) != kept(whole)
 
 
+@pytest.mark.slow
 def test_ranks_choose_the_same_shapes(bench: Bench, monkeypatch) -> None:
     """Where a callback stands in for the loss of each microbatch."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -115,6 +127,7 @@ def test_ranks_choose_the_same_shapes(bench: Bench, monkeypatch) -> None:
     assert len(read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)["gradient"]["shapes"]) == NUM_SHAPES
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 def test_a_resumed_run_measures_on_from_the_cost_of_the_checkpoint(bench: Bench, monkeypatch) -> None:
     plain, whole = run(bench, "plain", **LATER), run(bench, "measured", **COST)
@@ -138,21 +151,21 @@ def test_a_resumed_run_measures_on_from_the_cost_of_the_checkpoint(bench: Bench,
     assert run(bench, "measured", **COST, run__resume=True, run__max_epochs=4).learner.gradient.cost is not None
 
 
+@pytest.mark.slow
 def test_losses_of_the_trainer_are_known_by_what_they_stand_for() -> None:
-    check = FewShapes.check
-
     def own(model: Any, microbatch: Any) -> Any:
         return losses.next_token(model, microbatch)
 
     wrapped = in_place_of(losses.next_token, in_place_of(losses.next_token, losses.next_token))
     own.__wrapped__ = losses.next_token  # pyright: ignore[reportFunctionMemberAccess]
     for known in (losses.next_token, losses.classification, in_place_of(losses.next_token, losses.next_token), wrapped):
-        check(None, known)  # pyright: ignore[reportArgumentType]
+        check_loss(known)
     for unknown in (own, in_place_of(losses.next_token, own), losses.mse, in_place_of(losses.mse, losses.mse)):
         with pytest.raises(MegabatchError, match="known to leave them out"):
-            check(None, unknown)  # pyright: ignore[reportArgumentType]
+            check_loss(unknown)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_no_tokens_that_fill_up(bench: Bench) -> None:
     with pytest.raises(MegabatchError, match=r"update\.shapes is 3, and the plan does not count"):
         plan(bench.recipe, ["--update.shapes=3", "--model.compile=true"])

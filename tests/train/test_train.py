@@ -26,9 +26,11 @@ KEYS_OF_AN_UPDATE = [
     "num_target_tokens",
     "padding",
     "tokens_per_second",
+    "tokens_per_second_per_device",
     "memory_gib",
     "time",
     "seconds",
+    "run_hash",
 ]
 
 

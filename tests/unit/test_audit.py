@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_  # by value, as scripts import it
 
 import megabatch
 from megabatch import Audit, MegabatchError, PlanError
-from megabatch.torch_private import hooks_before_grad
+from megabatch.torch_private.autograd import hooks_before_grad
 from megabatch.train.report.html import asset
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.audit_advice import DIFFS, advise
@@ -197,6 +197,33 @@ def test_the_token_mean_is_exact() -> None:
     assert [each.kind for each in found.updates] == ["token mean"] * 3
     assert str(found).splitlines()[0].startswith("megabatch audit: exact: the token mean")
     assert len(str(found).splitlines()) == 10
+
+
+class Chunked(LM):
+    """Logits in chunks of the sequence, as torchtune's models return them."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return list(super().forward(input_ids).chunk(3, dim=1))
+
+
+def test_logits_in_chunks_are_weighed_together() -> None:
+    model = Chunked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model, updates=2) as audit:
+        for window in windows():
+            for ids in window:
+                chunks, targets = model(ids[None]), ids[1:]
+                sizes = [chunk.shape[1] for chunk in chunks[:-1]]
+                total = sum(
+                    F.cross_entropy(chunk[0][: len(part)], part, reduction="sum")
+                    for chunk, part in zip(chunks, targets.split([*sizes, len(targets) - sum(sizes)]), strict=True)
+                )
+                (total / targets_of(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert audit.ok
+    counted = [sum(part.numel() for part in update.weights or ()) for update in audit.updates]
+    assert counted == [targets_of(window) for window in windows()[:2]]
 
 
 def true_errors() -> list[float]:

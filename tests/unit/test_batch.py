@@ -6,7 +6,8 @@ from torch import Tensor
 from transformers import BatchEncoding
 
 from megabatch import PlanError
-from megabatch.batching.samples import Deferred, Samples, pad_right, sample_length
+from megabatch.batching.deferred import Deferred
+from megabatch.batching.samples import Batching, Padded, pad_right, sample_length
 from megabatch.batching.tree import clone, to_device
 from megabatch.verification.float64_copy import in_float64
 
@@ -57,34 +58,34 @@ def test_length_of_a_sample(sample, length):
 
 
 def test_lengths_of_a_batch():
-    assert Samples([sample for sample, _ in LENGTHS[:-1]]).lengths == [length for _, length in LENGTHS[:-1]]
-    assert Samples([]).lengths == []
-    assert Samples({"input_ids": torch.zeros(2, 7)}).lengths == [7, 7]
-    assert Samples({"score": torch.zeros(3), "input_ids": torch.zeros(3, 7)}).lengths == [1, 1, 1]
-    assert Samples({"input_ids": torch.zeros(0, 7)}).lengths == []
+    assert Padded().samples([sample for sample, _ in LENGTHS[:-1]]).lengths == [length for _, length in LENGTHS[:-1]]
+    assert Padded().samples([]).lengths == []
+    assert Padded().samples({"input_ids": torch.zeros(2, 7)}).lengths == [7, 7]
+    assert Padded().samples({"score": torch.zeros(3), "input_ids": torch.zeros(3, 7)}).lengths == [1, 1, 1]
+    assert Padded().samples({"input_ids": torch.zeros(0, 7)}).lengths == []
 
 
 def test_a_collate_of_the_user_sees_samples_in_the_order_asked_for():
     seen = []
-    Samples([{"x": torch.tensor(number)} for number in range(3)], collate=seen.append).take([2, 0])
-    Samples({"x": torch.arange(3)}, collate=seen.append).take([2, 0])
+    Batching(seen.append).samples([{"x": torch.tensor(number)} for number in range(3)]).take([2, 0])
+    Batching(seen.append).samples({"x": torch.arange(3)}).take([2, 0])
     assert [[int(sample["x"]) for sample in samples] for samples in seen] == [[2, 0], [2, 0]]
 
 
 def test_with_collate_and_length_of_the_user_samples_may_be_anything():
-    samples = Samples(["ab", "abcd"], collate="+".join, length=len)
+    samples = Batching("+".join).samples(["ab", "abcd"], length=len)
     assert samples.lengths == [2, 4]
     assert samples.take([1, 0]) == "abcd+ab"
 
 
 def test_a_length_of_the_user_sees_the_rows_of_a_mapping():
     rows = {"x": torch.tensor([[0, 1], [2, 3], [4, 5]])}
-    assert Samples(rows, length=lambda sample: int(sample["x"].sum())).lengths == [1, 5, 9]
+    assert Padded().samples(rows, length=lambda sample: int(sample["x"].sum())).lengths == [1, 5, 9]
 
 
 def test_the_last_sample_owns_its_memory():
     batch = {"x": torch.arange(6.0).reshape(3, 2)}
-    last = Samples(batch).copy_last()
+    last = Padded().samples(batch).copy_last()
     assert last.dummy()["x"].tolist() == [[4.0, 5.0]]
     assert last.dummy()["x"].untyped_storage().nbytes() == 2 * 4  # a view would keep the batch
 
@@ -93,20 +94,20 @@ def test_what_a_tokenizer_returns_is_a_batch():
     from transformers import BatchEncoding
 
     rows = {"input_ids": torch.tensor([[1, 2], [3, 4]])}
-    assert equal(Samples(BatchEncoding(rows)).take([1]), {"input_ids": torch.tensor([[3, 4]])})
+    assert equal(Padded().samples(BatchEncoding(rows)).take([1]), {"input_ids": torch.tensor([[3, 4]])})
     samples = [BatchEncoding({"input_ids": [1, 2, 3]}), BatchEncoding({"input_ids": torch.tensor([4])})]
-    assert Samples(samples).lengths == [3, 1]
-    assert Samples(samples).take([0, 1])["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert Padded().samples(samples).lengths == [3, 1]
+    assert Padded().samples(samples).take([0, 1])["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
 
 
 def test_told_lengths_of_another_kind_are_taken_as_told():
     images = [{"images": torch.full((3, 4, 4), float(number))} for number in range(3)]
-    samples = Samples(Deferred(images.__getitem__, [16, 9, 4], measured=False))
+    samples = Padded().samples(Deferred(images.__getitem__, [16, 9, 4], measured=False))
     assert samples.lengths == [16, 9, 4]
     assert equal(samples.take([0, 2]), pad_right([images[0], images[2]]))
     assert equal(samples.dummy(), pad_right([images[2]]))
     with pytest.raises(PlanError, match="a sample is a tuple; expected a mapping of tensors"):
-        Samples(Deferred(lambda index: (1, 2), [1], measured=False)).take([0])
+        Padded().samples(Deferred(lambda index: (1, 2), [1], measured=False)).take([0])
 
 
 def test_nested_tensors_of_a_microbatch_are_moved():

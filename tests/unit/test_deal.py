@@ -1,6 +1,8 @@
 """`deal`: the samples of an update over ranks, grouped by length before they are dealt."""
 
 import itertools
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch import CostModel
+from megabatch.planning import dealing
 from megabatch.planning.dealing import FEW_SAMPLES, deal
 from megabatch.planning.finer_cut import split_into
 from megabatch.planning.partition import balance_lengths, split
@@ -94,11 +97,32 @@ def test_a_rank_with_one_long_sample_gets_short_ones_for_its_other_microbatches(
     assert max(seconds) <= 1.5 * PRICE.seconds(1, CAP)
 
 
-def test_a_slow_rank_is_dealt_less() -> None:
-    lengths = LENGTHS["log-normal"](256)
-    ranks = deal(lengths, 4, max_tokens=CAP, speeds=[1.0, 1.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "per_rank"),
+    [("log-normal", 32, 32), ("chat", 32, 32), ("long tail", 32, 32), ("long tail", 128, 32), ("long tail", 256, 32)],
+)
+def test_ranks_finish_together(kind: str, num_ranks: int, per_rank: int) -> None:
+    """The slowest rank takes little longer than the mean of the ranks would without padding."""
+    lengths = LENGTHS[kind](num_ranks * per_rank)
+    seconds = seconds_of_ranks(lengths, deal(lengths, num_ranks, max_tokens=CAP), num_ranks)
+    launches = PRICE.seconds_per_microbatch * math.ceil(sum(lengths) / num_ranks / CAP)
+    ideal = sum(map(PRICE.sample_seconds, lengths.tolist())) / num_ranks + launches
+    assert max(seconds) <= 1.12 * ideal
+    assert max(seconds) <= 1.06 * sum(seconds) / num_ranks
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": CAP}, {"max_rows": 8}])
+@pytest.mark.parametrize("per_rank", [16, 64, 2048])
+def test_a_slow_rank_is_dealt_less(limit: dict[str, int], per_rank: int) -> None:
+    lengths = LENGTHS["log-normal"](4 * per_rank)
+    ranks = deal(lengths, 4, speeds=[1.0, 1.0, 0.5, 1.0], **limit)
     tokens = np.bincount(ranks, weights=lengths, minlength=4)
-    assert tokens[2] <= 0.6 * tokens[[0, 1, 3]].min()
+    assert 0.3 * tokens[[0, 1, 3]].max() <= tokens[2] <= 0.65 * tokens[[0, 1, 3]].min()
+
+
+def test_launches_alone_are_dealt() -> None:
+    ranks = deal(LENGTHS["chat"](64), 4, CostModel(1.0, 0.0, 0.0), max_rows=4)
+    assert np.bincount(ranks).tolist() == [16] * 4
 
 
 def test_who_counts_samples_gets_the_fewest_microbatches() -> None:
@@ -115,3 +139,38 @@ def test_lengths_of_any_integer_type_are_dealt_alike() -> None:
     lengths = LENGTHS["chat"](200)
     ranks = {deal(lengths.astype(kind), 8, max_tokens=CAP).tobytes() for kind in (np.uint16, np.int32, np.int64)}
     assert len(ranks) == 1
+
+
+def test_single_samples_are_dealt_where_that_is_cheaper_for_who_counts_samples() -> None:
+    lengths = np.array([1] * 13 + [100_000] * 3)
+    ranks = deal(lengths, 2, max_rows=3)
+    shares = [lengths[ranks == rank].tolist() for rank in range(2)]
+    cuts = [split(share, CostModel().seconds, max_rows=3) for share in shares]
+    padded = [sum(len(group) * share[group[0]] for group in cut) for share, cut in zip(shares, cuts, strict=True)]
+    assert max(padded) < 2.1 * 100_000  # a group of all three on one rank takes 3
+
+
+def test_a_very_slow_rank_is_not_dealt_one_of_few_samples() -> None:
+    ranks = deal(np.array([8000, 1, 8000]), 8, max_rows=1, speeds=[1.0] + [1 / 64] * 7)
+    assert ranks[0] == ranks[2] == 0
+
+
+def test_a_slow_rank_leaves_few_numbers_of_microbatches_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    class Filled(dealing._Filled):
+        def __init__(self, dealer: dealing._Dealer, full: Sequence[int], number: int, num_rounds: int) -> None:
+            tried.append(number)
+            super().__init__(dealer, full, number, num_rounds)
+
+    monkeypatch.setattr(dealing, "_Filled", Filled)
+    deal(LENGTHS["chat"](1024), 2, max_rows=2, speeds=[1.0, 0.25])
+    assert len(tried) <= 12  # not the 159 of 256 to 414
+    assert math.ceil(512 / 1.25) in tried  # by which both finish together
+
+
+def test_lengths_of_any_size_are_dealt_in_little_memory() -> None:
+    lengths = np.array([2**40, 5, 2**33, 7])
+    for limit in ({"max_rows": 1}, {"max_tokens": 2**40}):
+        ranks = deal(lengths, 2, **limit)
+        assert ranks[0] != ranks[2]

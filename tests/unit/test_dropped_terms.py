@@ -1,6 +1,7 @@
 """`losses.next_token` refuses a model whose own loss has another term, at no cost where the answer is known."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,14 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from transformers.utils.logging import get_logger, warning_once
 
 from megabatch import GradientAccumulator, LossContractError, losses
 from megabatch.experts import next_token_with_balance
+from megabatch.integrations.transformers import MegabatchTrainer
 from tests.exact.launch import of_ranks
+from tests.integrations.trainers import Recorder, arguments
+from tests.integrations.users import padded_texts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -151,6 +156,41 @@ def test_a_loss_that_is_the_cross_entropy_is_accepted(name):
     run(KEPT[name]())
 
 
+OF_TRAINER: dict[str, dict[str, Any]] = {
+    "own loss": {}, "capped": {"max_microbatch_tokens": 40}, "loss_fn": {"loss_fn": losses.next_token},
+}  # fmt: skip
+
+
+def train(model: nn.Module, tmp_path: Path, **given: Any) -> Recorder:
+    recorder = Recorder()
+    MegabatchTrainer(
+        model, arguments(str(tmp_path)), padded_texts, texts(5, 3, 7), callbacks=[recorder], **given
+    ).train()
+    return recorder
+
+
+@pytest.mark.parametrize("way", OF_TRAINER)
+def test_the_trainer_refuses_a_term_of_the_models_own_loss(tmp_path: Path, way: str) -> None:
+    with pytest.raises(LossContractError, match=r"z_loss_coefficient=0\.01|the model's own loss is not the mean"):
+        train(bamba(0.01), tmp_path, **OF_TRAINER[way])
+
+
+@pytest.mark.parametrize("way", OF_TRAINER)
+def test_the_trainer_is_exact_where_the_coefficient_is_zero(tmp_path: Path, way: str) -> None:
+    (found,) = train(bamba(0.0), tmp_path, **OF_TRAINER[way]).gradients
+    model, rows = bamba(0.0), texts(5, 3, 7)
+    total = torch.stack([_sum_over_tokens(model, row["input_ids"]) for row in rows]).sum()
+    (total / sum(len(row["input_ids"]) - 1 for row in rows)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        # Mamba's scan and norms are computed in float32.
+        assert (found[name] - parameter.grad).norm() <= 1e-5 * max(1e-2, float(parameter.grad.norm())), name
+
+
+def _sum_over_tokens(model: Any, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+
+
 def test_a_refused_model_is_refused_again_and_accepted_with_targets_that_are_shifted():
     model = Plain(penalty=0.1)
     for _ in range(2):
@@ -185,6 +225,17 @@ def test_a_model_runs_once_more_at_most_and_nothing_of_it_changes(make, trials):
     calls.clear()
     run(model)
     assert calls == [True, True]
+
+
+def test_reading_the_loss_of_a_model_prints_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers warns of GPT2LMHeadModel, whose name has no kind of loss."""
+    model, logger = gpt2(), get_logger("transformers")
+    warning_once.cache_clear()
+    logger.addHandler(caplog.handler)
+    run(model)
+    logger.removeHandler(caplog.handler)
+    assert not caplog.messages
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
 
 
 def wrapped(name: str) -> str:

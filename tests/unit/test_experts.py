@@ -12,6 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megabatch import GradientAccumulator, JointLoss, experts, loss, losses, verify
 from megabatch.losses import chunked_cross_entropy, ready_made
+from megabatch.planners import Auto
 from megabatch.verification.float64_copy import Float64WithoutDropout, float64_copy
 from tests.exact import oracle
 from tests.exact.experts import EXPERTS, TOP_K, VOCABULARY, balance_of_one, loads, samples, sparse_lm, unbalanced
@@ -186,7 +187,7 @@ def test_the_router_loss_is_exact_in_every_family(model_type):
 def test_router_logits_come_once_per_layer_after_a_measured_bound():
     """transformers lays the hooks that find them in the first forward, which here is a measurement."""
     model, batch = mixtral(), samples(0, 5)
-    gradient = GradientAccumulator(model, max_microbatch_tokens="auto", memory_bytes=2**31)
+    gradient = GradientAccumulator(model, planner=Auto(memory_bytes=2**31))
     gradient.forward_backward(batch, per_sequence)
     gradient.finalize()
     found = model(input_ids=batch[0]["input_ids"][None], output_router_logits=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
 from megabatch.engine import random_state
 from megabatch.engine.coupled_loss import keep_encoding
 from tests.exact import oracle

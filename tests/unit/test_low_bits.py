@@ -141,7 +141,7 @@ MUTATIONS = {
     "the sign of the low bits is lost": ("copy_(bits).bitwise_xor_(-HALF)", "copy_(bits)"),
     "rounded down": ("        bits.add_(HALF)\n", ""),
     "NaN becomes zero": ("weights.nan_to_num_", "weights.clone().nan_to_num_"),
-    "low bits are not kept": ("            self.state[each][LOW] = bits\n", ""),
+    "low bits are not kept": ("            self.state[parameter][LOW] = bits\n", ""),
     "the scratch is bfloat16": ("_split(flat, narrow, low)", "_split(flat.bfloat16().float(), narrow, low)"),
     "low bits are dropped after a load": (
         "            return low\n        return _as_laid",

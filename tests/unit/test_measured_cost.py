@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError
+from megabatch import CostModel, GradientAccumulator, PlanError
 from megabatch.autotune import cost_meter
 from megabatch.autotune.cost_meter import CostMeter
 from megabatch.batching import OneRow
+from megabatch.planners import Rows, SameBits, Tokens
 from megabatch.planning.limits import TimedMicrobatch, cost_in_use
 from megabatch.planning.plan import Plan
 from tests.unit.failures.table import weighed_squares
@@ -51,9 +52,9 @@ def samples(lengths: list[int]) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(length, 1, generator=generator, dtype=torch.float64)} for length in lengths]
 
 
-def trained(model: nn.Module, batches: list[Any], plans: list[Any] | None = None, **settings: Any) -> Any:
+def trained(model: nn.Module, batches: list[Any], plans: list[Any] | None = None, cost: Any = None) -> Any:
     """Return the accumulator, and each update's gradient and plan; ``plans`` are those of another run."""
-    gradient, found, cuts = GradientAccumulator(model, max_microbatch_tokens=CAP, **settings), [], []
+    gradient, found, cuts = GradientAccumulator(model, planner=Tokens(CAP, cost)), [], []
     for index, batch in enumerate(batches):
         expected = gradient.plan(batch) if plans is None else plans[index]
         gradient.forward_backward(batch, weighed_squares, plan=None if plans is None else plans[index])
@@ -95,7 +96,7 @@ def test_samples_of_other_lengths_stay_apart_where_tokens_are_dear() -> None:
 def test_a_measured_cost_can_be_given_to_another_run() -> None:
     batches = [samples(LENGTHS), samples([30, 31, 2]), samples([1, 1, 32, 2])]
     gradient, _, _ = trained(slow(LAUNCH, 0), batches, cost="measure")
-    other = GradientAccumulator(slow(0, 0), max_microbatch_tokens=CAP, cost=gradient.cost)
+    other = GradientAccumulator(slow(0, 0), planner=Tokens(CAP, gradient.cost))
     for batch in batches:
         assert gradient.plan(batch) == other.plan(batch)
         other.forward_backward(batch, weighed_squares)
@@ -104,13 +105,13 @@ def test_a_measured_cost_can_be_given_to_another_run() -> None:
 
 
 def test_nothing_changes_inside_of_an_update_or_where_sizes_are_alike() -> None:
-    gradient = GradientAccumulator(slow(0, TOKEN), max_microbatch_tokens=CAP, cost="measure")
+    gradient = GradientAccumulator(slow(0, TOKEN), planner=Tokens(CAP, "measure"))
     for _ in range(3):
         gradient.forward_backward(samples([3, 60]), weighed_squares)
     assert gradient.cost is None
     gradient.finalize()
     assert gradient.cost is not None
-    alike = GradientAccumulator(slow(0, TOKEN), micro_batch_size=1, cost="measure")
+    alike = GradientAccumulator(slow(0, TOKEN), planner=Rows(1, "measure"))
     for _ in range(4):
         alike.forward_backward(samples([9, 9, 10]), weighed_squares)
         alike.finalize()
@@ -130,7 +131,7 @@ def test_a_state_has_the_cost_and_measuring_goes_on() -> None:
     gradient, _, _ = trained(slow(LAUNCH, 0), batches, cost="measure")
     state = json.loads(json.dumps(gradient.state_dict()))
     assert state == {"cost": asdict(gradient.cost)}
-    resumed = GradientAccumulator(slow(0, TOKEN), max_microbatch_tokens=CAP, cost="measure")
+    resumed = GradientAccumulator(slow(0, TOKEN), planner=Tokens(CAP, "measure"))
     assert resumed.state_dict() == {}
     resumed.load_state_dict(state)
     assert resumed.cost == gradient.cost
@@ -152,13 +153,14 @@ def timed_shapes(seconds: tuple[float, ...], sync: str = "every", parts: Any = N
     """Return what a meter keeps of three microbatches of a wrapper whose ranks may wait, by the tokens of each."""
     ranks = SimpleNamespace(num_all=2, degree=2, is_alone=False)
     wrapper: Any = SimpleNamespace(device=torch.device("cpu"), ranks=ranks)
-    planner: Any = SimpleNamespace(is_auto=False, collate=None)
+    planner: Any = SimpleNamespace(batching=SimpleNamespace(has_rows=True))
     plan = Plan(((0,), (1,), (2,)), (4, 16, 40), (0, 1, 2), sync, "")
     prepared: Any = SimpleNamespace(plan=plan, parts=parts or {})
     meter = CostMeter(wrapper, planner)
     for times in (seconds, again or ()):
         steps: Any = (SimpleNamespace(index=index) for index in range(len(times)))
-        for step in meter.time_steps(steps, prepared):
+        call: Any = SimpleNamespace(prepared=prepared, is_new=False)
+        for step in meter.surround_steps(steps, call):
             clock[0] += times[step.index]
     return {tokens: pytest.approx(kept) for (_, tokens), kept in meter._seconds.items()}
 
@@ -216,12 +218,15 @@ def test_whatever_was_timed_has_a_cost_that_splits(rows: list[tuple[int, int, fl
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"collate": OneRow()}, "packs samples by their tokens alone"), ({"same_bits": True}, "same_bits=True and cost=")],
+    [
+        ({"planner": Tokens(8, "measure"), "batching": OneRow()}, "packs samples by their tokens alone"),
+        ({"planner": SameBits(Tokens(8, "measure"))}, "SameBits and cost="),
+    ],
 )
 def test_a_cost_that_decides_nothing_is_refused(settings: dict[str, Any], words: str) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=16, n_embd=4, n_layer=1, n_head=1))
     with pytest.raises(PlanError, match=words):
-        GradientAccumulator(model, max_microbatch_tokens=8, cost="measure", **settings)
+        GradientAccumulator(model, **settings)
 
 
 @pytest.mark.parametrize(
@@ -229,11 +234,6 @@ def test_a_cost_that_decides_nothing_is_refused(settings: dict[str, Any], words:
 )
 def test_ranks_that_split_alike_and_other_devices_are_refused(device: str, num_all: int, words: str) -> None:
     wrapper: Any = SimpleNamespace(device=torch.device(device), ranks=SimpleNamespace(num_all=num_all, degree=1))
-    planner: Any = SimpleNamespace(is_auto=False, collate=None)
+    planner: Any = SimpleNamespace(batching=SimpleNamespace(has_rows=True))
     with pytest.raises(PlanError, match=words):
         CostMeter(wrapper, planner)
-
-
-def test_a_limit_that_is_measured_has_its_own_cost() -> None:
-    with pytest.raises(MegabatchError, match="auto"):
-        GradientAccumulator(nn.Linear(1, 1), cost="measure")

@@ -1,6 +1,7 @@
 """Ranks that make other calls are told so on all ranks, in one line that says which rank is where."""
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, JointLoss, Learner, MegabatchError, losses
+from megabatch.engine.error_broadcast import ErrorBroadcast
 from megabatch.wrappers.mesh import DataRanks, num_collectives
 from tests.exact.launch import of_ranks
 from tests.tiers import full_unless
@@ -202,7 +204,13 @@ TOLD: dict[str, tuple[Act, str, str]] = {  # what fails on rank 1, and the kinds
     "evaluate": (
         lambda gradient, _: gradient.evaluate(BATCH, error_on_one_rank), "ArithmeticError", "MegabatchError",
     ),
+    "norm": (lambda gradient, _: _clip_on_one_rank(gradient), "PlanError", "PlanError"),
 }  # fmt: skip
+
+
+def _clip_on_one_rank(gradient: GradientAccumulator) -> None:
+    call(gradient)
+    gradient.finalize(max_norm=-1.0 if dist.get_rank() else 1.0)
 
 
 def _finish(gradient: GradientAccumulator, loss_fn: Any) -> None:
@@ -313,3 +321,63 @@ def test_a_host_that_does_not_wait_at_the_end_of_an_update_meets_the_others(devi
     for line in lines:
         assert "in finalize() of update 0" in line
         assert "in forward_backward(), call 2 of update 0" in line
+
+
+def alone_job(job: str) -> str:
+    """Return the error of a rank, and leave its groups as a process does that ends, which breaks messages of others."""
+    error = alone_error(job.split(":")[0])
+    gc.collect()
+    dist.destroy_process_group()
+    return error
+
+
+def alone_error(way: str) -> str:
+    """Return the error of four ranks of which the last makes a second call, and the others end the update.
+
+    On a device a message shows a rank its row and its column. The end of an update on the CPU is one message.
+    """
+    names = {"device": ("dp_replicate", "dp_shard"), "tp": ("dp", "tp")}[way]
+    ranks = DataRanks.of_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+    position = ranks.position
+    try:
+        with ErrorBroadcast(ranks, torch.device("cpu")).listening("a call"):
+            position.verb, position.call = "forward_backward()", 1
+            ranks.exchange_numbers([1.0])
+            if dist.get_rank() == 3:
+                position.call = 2
+            else:
+                position.verb = "finalize()"
+                if way == "device":
+                    ranks.send_position()
+                else:
+                    ranks.gather_report(torch.ones(3))
+                position.verb, position.update, position.call = "forward_backward()", 1, 1
+            ranks.exchange_numbers([1.0])
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"
+
+
+ALONE = [f"{inner}:4:" for inner in ("device", "tp")]
+alone_errors = of_ranks("tests.unit.test_positions:alone_job", ALONE, group_timeout_seconds=20.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", ALONE)
+def test_a_rank_that_no_message_shows_the_others_is_told(alone_errors, job: str) -> None:
+    for line in alone_errors(job):
+        assert "in finalize() of update 0" in line
+        assert "rank 3 is in forward_backward(), call 2 of update 0" in line
+
+
+def report_job(job: str) -> list[float]:
+    """Return what a rank reads of the report of an update's end: each rank tells its own number."""
+    ranks = DataRanks.of_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    return ranks.gather_report(torch.tensor([float(dist.get_rank())])).flatten().tolist()
+
+
+reports = of_ranks("tests.unit.test_positions:report_job", ["report:4:"])
+
+
+def test_the_report_of_an_update_is_of_the_ranks_with_other_samples(reports) -> None:
+    assert reports("report:4:") == [[0, 2], [1, 3], [0, 2], [1, 3]]

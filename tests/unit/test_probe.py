@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
 from megabatch.errors import MicrobatchLimit
 from megabatch.losses.contract import loss_hooks
 from megabatch.planning import limits

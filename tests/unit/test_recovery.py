@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megabatch import GradientAccumulator, MegabatchError, PlanError, experts, loss
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
 from megabatch.errors import MicrobatchLimit
 from tests.exact.experts import samples as sparse_samples
 from tests.exact.experts import sparse_lm, unbalanced

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megabatch import GradientAccumulator, LossContractError, PlanError, Term, loss, losses, plan
+from megabatch.batching.deferred import Deferred
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Deferred
 from megabatch.planning.plan import without_padding
 from tests.unit.test_masks import CAUSAL
 
@@ -117,7 +117,7 @@ def test_attention_by_ends_has_the_gradient_of_samples_apart() -> None:
     ALL_ATTENTION_FUNCTIONS.register("by_ends", attend_by_ends)
     expected = uncut(model_of("gpt_neox"), samples())
     model = model_of("gpt_neox", "by_ends")
-    gradient = GradientAccumulator(model, max_microbatch_tokens=12, collate=OneRow(flash_attn_kwargs=True))
+    gradient = GradientAccumulator(model, max_microbatch_tokens=12, batching=OneRow(flash_attn_kwargs=True))
     SEEN.clear()
     gradient.forward_backward(samples(), losses.next_token)
     gradient.finalize()
@@ -152,7 +152,7 @@ def test_the_gradient_is_that_of_samples_apart(family: str, attention: str) -> N
         model.train().activation_checkpointing_enable()
     expected = uncut(model, samples())
     computed = tokens_of(model)
-    gradient = GradientAccumulator(model, max_microbatch_tokens=12, collate=OneRow())
+    gradient = GradientAccumulator(model, max_microbatch_tokens=12, batching=OneRow())
     gradient.forward_backward(samples(), losses.next_token)
     update = gradient.finalize()
     assert error(taken(model), expected) <= (1e-12 if family in IN_FLOAT64[attention] else 1e-6)
@@ -165,7 +165,7 @@ def test_the_gradient_is_that_of_samples_apart(family: str, attention: str) -> N
 def test_deferred_samples_and_several_calls() -> None:
     model, given_ = model_of("gpt2"), samples()
     expected = uncut(model, given_)
-    gradient = GradientAccumulator(model, max_microbatch_tokens=8, collate=OneRow())
+    gradient = GradientAccumulator(model, max_microbatch_tokens=8, batching=OneRow())
     gradient.forward_backward(Deferred(given_[:3].__getitem__, LENGTHS[:3]), losses.next_token)
     gradient.forward_backward(given_[3:], losses.next_token)
     gradient.finalize()
@@ -182,7 +182,7 @@ def test_the_trial_of_a_weight_keeps_no_room_of_deferred_samples() -> None:
         loads[index] += 1
         return given_[index]
 
-    gradient = GradientAccumulator(model, max_microbatch_tokens=8, collate=OneRow())
+    gradient = GradientAccumulator(model, max_microbatch_tokens=8, batching=OneRow())
     gradient.forward_backward(Deferred(load, [4] * 10, kept_bytes=num_bytes), losses.next_token)
     gradient.finalize()
     assert sorted(loads.values())[:8] == [1] * 8
@@ -191,7 +191,7 @@ def test_the_trial_of_a_weight_keeps_no_room_of_deferred_samples() -> None:
 def test_the_bound_is_measured_in_rows() -> None:
     model, given_ = model_of("gpt2"), samples()
     expected = uncut(model, given_)
-    gradient = GradientAccumulator(model, collate=OneRow())
+    gradient = GradientAccumulator(model, batching=OneRow())
     gradient.forward_backward(given_, losses.next_token)
     gradient.finalize()
     assert gradient.fit is not None
@@ -202,7 +202,7 @@ def test_a_trial_leaves_the_model_as_it_was() -> None:
     model = model_of("gpt2").train()
     model.get_submodule("transformer.h.0").eval()  # a part that its owner keeps so
     modes, state = [each.training for each in model.modules()], torch.get_rng_state()
-    GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+    GradientAccumulator(model, micro_batch_size=2, batching=OneRow())
     assert [each.training for each in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(each.grad is None for each in model.parameters())
@@ -239,7 +239,7 @@ SEEING = {
 @pytest.mark.parametrize("name", SEEING)
 def test_models_whose_samples_see_each_other_are_refused(name: str) -> None:
     with pytest.raises(PlanError, match="those in one row see each other"):
-        GradientAccumulator(SEEING[name](), micro_batch_size=2, collate=OneRow())
+        GradientAccumulator(SEEING[name](), micro_batch_size=2, batching=OneRow())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -250,18 +250,18 @@ def test_experts_that_round_otherwise_are_accepted(family: str, dtype: torch.dty
         torch.manual_seed(seed)
         for parameter in model.parameters():
             parameter.data.add_(0.2 * torch.randn_like(parameter))
-        GradientAccumulator(model.to(dtype), micro_batch_size=2, collate=OneRow())
+        GradientAccumulator(model.to(dtype), micro_batch_size=2, batching=OneRow())
 
 
 def test_a_model_that_knows_no_positions_is_refused() -> None:
     model = model_of("mamba", "eager", vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=1)
     with pytest.raises(PlanError, match="OneRow"):
-        GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+        GradientAccumulator(model, micro_batch_size=2, batching=OneRow())
 
 
 def test_an_evaluation_that_forgets_positions_is_refused_as_a_call_is() -> None:
     model = model_of("gpt2")
-    gradient = GradientAccumulator(model, max_microbatch_tokens=12, collate=OneRow())
+    gradient = GradientAccumulator(model, max_microbatch_tokens=12, batching=OneRow())
 
     @loss(weigh=losses.count_targets)
     def forgets(model: Any, microbatch: Any) -> Term:
@@ -275,7 +275,7 @@ def test_an_evaluation_that_forgets_positions_is_refused_as_a_call_is() -> None:
 
 def test_a_cache_that_comes_later_is_refused() -> None:
     model = model_of("gpt2")
-    gradient = GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+    gradient = GradientAccumulator(model, micro_batch_size=2, batching=OneRow())
     model.config.use_cache = True  # for generate(), say
     with pytest.raises(LossContractError, match="the model makes a cache"):
         gradient.forward_backward(samples(), losses.next_token)
@@ -294,7 +294,7 @@ def test_a_compiled_model_is_watched_too(*, in_place: bool) -> None:
         model.compile(backend="eager")
     else:
         compiled = torch.compile(model, backend="eager")
-    gradient = GradientAccumulator(compiled, max_microbatch_tokens=12, collate=OneRow())
+    gradient = GradientAccumulator(compiled, max_microbatch_tokens=12, batching=OneRow())
     for _ in range(2):
         gradient.forward_backward(samples(), losses.next_token)
         gradient.finalize()
@@ -309,6 +309,6 @@ def test_weights_that_float32_rounds_are_accepted() -> None:
         logits = model(input_ids=row["input_ids"], position_ids=row["position_ids"]).logits
         return (logits.logsumexp(-1) * row["weights"]).sum(), row["weights"].sum()
 
-    gradient = GradientAccumulator(model_of("gpt2"), max_microbatch_tokens=24, collate=OneRow())
+    gradient = GradientAccumulator(model_of("gpt2"), max_microbatch_tokens=24, batching=OneRow())
     gradient.forward_backward(given, weighted)
     assert gradient.finalize().problem() is None

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, loss
-from megabatch.engine.same_bits import parts_of
+from megabatch.planners import SameBits, Tokens
+from megabatch.planners.same_bits import parts_of
 from megabatch.planning.partition import fill
 from megabatch.wrappers.gradients import exact_norm, total_norm
 from tests.exact.launch import of_ranks
@@ -134,13 +135,13 @@ def run_job(name: str) -> str:
     share = next(iter(UpdateSampler(lengths, global_batch_size=9, **given)))
     if kind == "other-limit" and rank:
         cut = {"max_microbatch_tokens": 65}
-    gradient = GradientAccumulator(model, same_bits=True, **cut)
+    gradient = GradientAccumulator(model, planner=SameBits(Tokens(cut["max_microbatch_tokens"])))
     flat = loss(weigh=lambda each: float(len(each["x"])))(
         lambda model, each: (model(each["x"].flatten(0, 1)).sum(), len(each["x"]))
     )
     try:
         if kind == "adafactor":
-            GradientAccumulator(fully_shard(model, mp_policy=POLICY), same_bits=True, **cut).reserve_for(
+            GradientAccumulator(fully_shard(model, mp_policy=POLICY), planner=SameBits(Tokens(64))).reserve_for(
                 torch.optim.Adafactor(model.parameters())
             )
         gradient.forward_backward([samples[each] for each in share], flat)

@@ -36,6 +36,46 @@ settings_of = st.fixed_dictionaries(
 ).filter(lambda given: given["tail"] != "drop" or given["global_batch_size"] <= len(LENGTHS))
 
 
+def test_what_was_measured_changes_how_later_updates_are_dealt_and_no_sample_of_theirs() -> None:
+    def samplers() -> list[UpdateSampler]:
+        return [UpdateSampler(LENGTHS, global_batch_size=10, dp_rank=rank, dp_degree=2) for rank in range(2)]
+
+    alike, unlike = samplers(), samplers()
+    for sampler in unlike:
+        sampler.deal_by(cost=CostModel(8.0, 1.0, 0.0), max_microbatch_tokens=40, speeds=[1.0, 0.25])
+    shares = [list(map(sorted, sampler)) for sampler in alike]
+    changed = [list(map(sorted, sampler)) for sampler in unlike]
+    assert changed != shares
+    for update in range(2):
+        assert sorted(changed[0][update] + changed[1][update]) == sorted(shares[0][update] + shares[1][update])
+        tokens = [sum(LENGTHS[sample] for sample in share[update]) for share in changed]
+        assert tokens[1] < 0.5 * tokens[0]
+    assert [sampler.state_dict() for sampler in unlike] == [sampler.state_dict() for sampler in alike]
+    for sampler in unlike:
+        sampler.deal_by(speeds=[1.0, 1.0])
+        even = UpdateSampler(
+            LENGTHS, global_batch_size=10, dp_rank=sampler._dp_rank, dp_degree=2, cost=CostModel(8.0, 1.0, 0.0),
+            max_microbatch_tokens=40,
+        )  # fmt: skip
+        even.load_state_dict(sampler.state_dict())
+        assert list(sampler) == list(even)
+
+
+def test_what_cannot_be_dealt_by_is_refused() -> None:
+    single = UpdateSampler(LENGTHS, global_batch_size=10, dp_rank=0, dp_degree=2)
+    with pytest.raises(PlanError, match="dealt single samples"):
+        single.deal_by(speeds=[1.0, 0.5])
+    with pytest.raises(PlanError, match="more than max_microbatch_tokens=5"):
+        single.deal_by(max_microbatch_tokens=5)
+    rows = UpdateSampler(LENGTHS, global_batch_size=10, dp_rank=0, dp_degree=2, micro_batch_size=4)
+    with pytest.raises(PlanError, match="both of micro_batch_size"):
+        rows.deal_by(max_microbatch_tokens=40)
+    with pytest.raises(PlanError, match="speeds has 3 numbers for 2 ranks"):
+        rows.deal_by(speeds=[1.0, 0.5, 1.0])
+    with pytest.raises(PlanError, match="cost is 3"):
+        rows.deal_by(cost=3)
+
+
 def epochs(sampler: UpdateSampler, number: int) -> list[list[list[int]]]:
     return [list(sampler) for _ in range(number)]
 

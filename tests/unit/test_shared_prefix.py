@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megabatch import CostModel, GradientAccumulator
+from megabatch import CostModel, GradientAccumulator, PlanError, losses
 from megabatch.batching import SharedPrefix
 from megabatch.batching.shared_prefix import Layout, find_trees
 from megabatch.planning.plan import Plan
@@ -122,8 +122,8 @@ def test_a_microbatch_that_does_not_fit_runs_in_parts() -> None:
         return model(microbatch["input_ids"]).logits.logsumexp(-1)[:, -1].sum(), len(microbatch["input_ids"])
 
     found = []
-    for collate in (None, SharedPrefix()):
-        gradient = GradientAccumulator(model, max_microbatch_tokens=6 * 23, collate=collate)
+    for batching in (None, SharedPrefix()):
+        gradient = GradientAccumulator(model, max_microbatch_tokens=6 * 23, batching=batching)
         gradient.forward_backward(rows, total)
         gradient.finalize()
         found.append([each.grad.clone() for each in model.parameters()])
@@ -132,3 +132,17 @@ def test_a_microbatch_that_does_not_fit_runs_in_parts() -> None:
     assert gradient.last_plan.padded_tokens == 2 * (20 + 3 * 3)
     for one, other in zip(*found, strict=True):
         assert float((one - other).norm()) <= 1e-6 * float(one.norm())
+
+
+def test_two_accumulators_may_have_one_object() -> None:
+    """Each pads and checks samples for its own model: 30 is a token of the first alone."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    models = [LlamaForCausalLM(LlamaConfig(vocab_size=size, num_key_value_heads=2, **sizes)) for size in (64, 24)]
+    batching = SharedPrefix()
+    first, second = (GradientAccumulator(model, max_microbatch_tokens=64, batching=batching) for model in models)
+    tokens = [torch.tensor([*range(20), last]) for last in (30, 22)]
+    samples = [{"input_ids": each, "labels": each} for each in tokens]
+    first.forward_backward(samples, losses.next_token)
+    assert float(first.finalize().loss) > 0
+    with pytest.raises(PlanError, match="token 30"):
+        second.forward_backward(samples, losses.next_token)

@@ -13,7 +13,8 @@ from torch.profiler import profile
 
 from megabatch import GradientAccumulator, JointLoss, MegabatchError
 from megabatch.autotune import memory
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
+from megabatch.planners import Auto
 from tests.exact.spikes import Spikes
 from tests.unit.failures.pipeline import pipeline
 from tests.unit.failures.table import SAMPLES, Failure, here, linear, squares, told
@@ -49,7 +50,7 @@ def profiled() -> None:
 
 def later() -> None:
     """A longer sample where there are gradients already."""
-    gradient = auto(memory_bytes=2**40)
+    gradient = auto(planner=Auto(memory_bytes=2**40))
     for length in (4, 40):
         gradient.forward_backward([{"x": torch.ones(length, 1, dtype=torch.float64)}], squares)
 
@@ -71,15 +72,15 @@ def untold(ask: Callable[[], float]) -> None:
 FAILURES = {
     "a plan before the bound is chosen": Failure(NOT_YET, lambda: auto().plan(SAMPLES)),
     "memory beside a bound": Failure(
-        'memory_bytes … max_microbatch_tokens="auto"', lambda: auto(micro_batch_size=1, memory_bytes=1)
+        "planner= and micro_batch_size=", lambda: auto(micro_batch_size=1, planner=Auto(memory_bytes=1))
     ),
-    "memory that is no number": Failure("memory_bytes … '20GiB'", lambda: auto(memory_bytes="20GiB")),
+    "memory that is no number": Failure("memory_bytes … '20GiB'", lambda: Auto(memory_bytes="20GiB")),
     "a bound for a joint loss": Failure(
         f"JointLoss … {AUTO}", lambda: auto().forward_backward(SAMPLES, JointLoss(squares, squares))
     ),
     "no memory": Failure(
         "of 1 tokens … needs 0.00 GiB … leave 0.00 GiB … the 0.00 GiB",
-        lambda: auto(memory_bytes=1000).forward_backward(SAMPLES, squares),
+        lambda: auto(planner=Auto(memory_bytes=1000)).forward_backward(SAMPLES, squares),
     ),
     "a sample that alone does not fit": Failure("of 1 tokens", lambda: short(0), MegabatchError),
     "a loss that writes to parameters": Failure(

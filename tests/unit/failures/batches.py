@@ -2,7 +2,7 @@
 
 import torch
 
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, update
 
 ONE, TWO = torch.ones(1, dtype=torch.float64), torch.ones(2, dtype=torch.float64)

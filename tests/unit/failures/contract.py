@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import JointLoss, LossContractError, loss, losses, mean, verify
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
 RETURN = "return (total"

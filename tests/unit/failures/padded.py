@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from megabatch import GradientAccumulator, LossContractError, MegabatchError, loss, losses
+from megabatch.batching import OneRow, Padded
 from megabatch.batching.padding import Padding
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, squares, weighed_squares
 
@@ -109,8 +110,17 @@ def after_a_lost_update(verb: str) -> None:
 
 FAILURES = {
     "labels that cannot hold -100": Failure("'labels' … torch.bool … value -100", bool_labels),
-    "padding beside collate": Failure("padding= … collate=", lambda: accumulator(collate=list, padding={"x": 0})),
-    "padding with a text": Failure("padding= … '0' … 'x'", lambda: accumulator(padding={"x": "0"})),
+    "padding beside collate": Failure(
+        "collate= … batching=", lambda: accumulator(collate=list, batching=Padded({"x": 0}))
+    ),
+    "an object as collate": Failure("collate= … OneRow … batching=OneRow", lambda: accumulator(collate=OneRow())),
+    "a class as collate": Failure(
+        "collate= is the class OneRow … batching=OneRow()", lambda: accumulator(collate=OneRow)
+    ),
+    "a class as batching": Failure("batching is the class OneRow … OneRow()", lambda: accumulator(batching=OneRow)),
+    "padding that is a number": Failure("Padded got -1 … {key: value}", lambda: Padded(-1)),
+    "a batching that is none": Failure("batching is … Padded, OneRow", lambda: accumulator(batching=len)),
+    "padding with a text": Failure("Padded … '0' … 'x'", lambda: Padded({"x": "0"})),
     "a token beyond the vocabulary": Failure(
         "input_ids … token 11 and … has 11",
         lambda: GradientAccumulator(gpt2(), micro_batch_size=2).forward_backward(texts(3, token=11), losses.next_token),

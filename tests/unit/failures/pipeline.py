@@ -135,6 +135,7 @@ FAILURES = {
         STATIC_GRAPH, lambda: pipeline(DistributedDataParallel(linear(), static_graph=True))
     ),
     "sync": Failure(EVERY, lambda: update(sync="every")),
+    "sync of some": Failure("'every:2' … a pipeline reduces once", lambda: update(sync="every:2")),
     "a pipeline that is called": Failure(CALLED, lambda: pipeline()(SAMPLES[0]["x"]), MegabatchError),
     "another mesh": Failure(OTHER_MESH, lambda: update(mesh=mesh("dp_shard", "pp"))),
     "a joint loss": Failure(JOINT, lambda: update(JointLoss(_without_call, _without_call))),

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, LossContractError, loss, losses
+from megabatch.batching.deferred import Deferred
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import Failure, linear
 
 THREE = torch.ones(3, dtype=torch.long)
@@ -31,7 +31,7 @@ def small() -> Any:
 
 
 def accumulator(model: Any) -> GradientAccumulator:
-    return GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+    return GradientAccumulator(model, micro_batch_size=2, batching=OneRow())
 
 
 def run(*samples: Mapping[str, Any], loss_fn: Any = losses.next_token) -> object:

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from megabatch import GradientAccumulator, UpdateSampler, losses, plan, verify
+from megabatch import GradientAccumulator, Planner, UpdateSampler, losses, plan, verify
+from megabatch.planners import Rows
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
 
@@ -27,6 +28,11 @@ def of_a_number() -> None:
 
 def of_other_seed() -> None:
     sampler().load_state_dict(sampler(seed=3).state_dict())
+
+
+class Alone(Planner):
+    def cut(self, lengths, samples):
+        return [[index] for index in range(len(lengths))]
 
 
 def frozen() -> nn.Module:
@@ -73,7 +79,7 @@ FAILURES = {
         for name, work in {
             "plan": lambda: plan([1], micro_batch_size=1, cost="auto"),
             "sampler": lambda: sampler(cost="auto"),
-            "accumulator": lambda: accumulator(cost="auto"),
+            "planner": lambda: Rows(2, cost="auto"),
         }.items()
     },
     "a negative length": Failure("sample 1 is … -3", lambda: plan([2, -3], micro_batch_size=1)),
@@ -95,6 +101,7 @@ FAILURES = {
     "an order of other data": Failure("(0) … id 10", lambda: sampler(order=lambda epoch: range(11))),
     "no model": Failure("is a list", lambda: accumulator(model=[linear(), None])),
     "an unknown sync": Failure("'never'", lambda: accumulator(sync="never")),
+    "every zeroth microbatch": Failure("'every:0' … 'every:4'", lambda: accumulator(sync="every:0")),
     "a part gathered once": Failure("'gather_once:2' … give 'gather_once'", lambda: accumulator(sync="gather_once:2")),
     "gather_once without shards": Failure("'gather_once'", lambda: accumulator(sync="gather_once")),
     "replica_last without replicas": Failure("'replica_last'", lambda: accumulator(sync="replica_last")),
@@ -102,6 +109,9 @@ FAILURES = {
     "nothing to train": Failure(NOTHING_TO_TRAIN, lambda: accumulator(model=frozen())),
     "another accumulation dtype": Failure(
         "accumulate_dtype … torch.float32 … torch.float64", lambda: accumulator(accumulate_dtype=torch.float32)
+    ),
+    "verify with a planner": Failure(
+        "verify() … planner=", lambda: verify(linear(), squares, SAMPLES, planner=Alone())
     ),
     "verify one sample": Failure("given 1 samples", lambda: verify(linear(), losses.mse, SAMPLES[:1])),
 }

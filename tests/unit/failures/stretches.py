@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megabatch import loss, losses
-from megabatch.batching.samples import Deferred
+from megabatch.batching.deferred import Deferred
 from tests.unit.failures.table import accumulator, squares, told
 
 UNWEIGHED_STRETCHES = "'cp'"

@@ -72,7 +72,9 @@ def weighed_squares(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
 
 
 def accumulator(model: nn.Module | None = None, **settings: Any) -> GradientAccumulator:
-    return GradientAccumulator(linear() if model is None else model, **{"micro_batch_size": 2, **settings})
+    return GradientAccumulator(
+        linear() if model is None else model, **({"micro_batch_size": None if "planner" in settings else 2} | settings)
+    )
 
 
 def update(loss_fn: Callable[..., Any] = squares, batch: Any = SAMPLES, **settings: Any) -> Update:

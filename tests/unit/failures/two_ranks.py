@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, losses, verify
-from megabatch.accumulator import MAX_COMPARED_CALLS
+from megabatch.wrappers.base import MAX_COMPARED_CALLS
 from megabatch.wrappers.mesh import num_collectives
-from tests.unit.failures import auto, padded, stretches, user_loop
+from tests.unit.failures import auto, expert_parallel, padded, stretches, user_loop
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
 from tests.unit.failures.wrappers import fsdp1
 
@@ -261,7 +261,7 @@ class Branches(nn.Module):
 def in_a_later_call(models: Any, **given: Any) -> GradientAccumulator:
     """An accumulator whose ranks no longer compare each collective of a new loss, but their hash in `finalize`."""
     gradient: Any = accumulator(models, **given)
-    gradient._num_compared_calls = MAX_COMPARED_CALLS
+    gradient._wrapper.collective_order.num_compared_calls = MAX_COMPARED_CALLS
     return gradient
 
 
@@ -441,6 +441,24 @@ def padding_of_one_rank() -> str:
     return told(lambda: gradient.forward_backward(batch, losses.classification))
 
 
+def later_microbatch_first() -> str:
+    gradient = accumulator(linear())
+    return told(gradient.microbatch(here(1, 0), of=2, sum_over=1).__enter__)
+
+
+def idle_with_another_loss() -> str:
+    """A rank without samples gives a loss that does not say how its weight is counted."""
+    gradient = accumulator(linear())
+    gradient.forward_backward(SAMPLES, weighed_squares)
+    gradient.finalize()
+    return told(lambda: gradient.forward_backward(here([], SAMPLES), here(squares, weighed_squares)))
+
+
+def shards_within_replicas() -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return told(lambda: accumulator(fully_shard(linear(), mesh=mesh["dp_shard"])))
+
+
 JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is told
     "keys that differ": (keys_differ, heard("PlanError", KEYS)),
     "no batch": (no_batch, heard("PlanError", NO_INPUT)),
@@ -465,6 +483,12 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
         on_both(f"PlanError: {OTHER_UPDATE}"),
     ),
     "samplers of one share": (lambda: iterated(dp_rank=0, dp_degree=2), on_both("PlanError: … dp_rank … [0, 0]")),
+    "a loop that begins with its second microbatch": (
+        later_microbatch_first,
+        ["PlanError: data rank 1 of 2: … begin with", "MegabatchError: … begin with"],
+    ),
+    "an idle rank with another loss": (idle_with_another_loss, NOTHING_ON_BOTH),
+    "shards within replicas": (shards_within_replicas, on_both("PlanError: the mesh has 2 data")),
     "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
     "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),
     "weights that disagree": (lambda: weights_disagree(lambda model: model), COUNTED_ON_BOTH),
@@ -494,6 +518,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     **{name: (run, on_both(text)) for name, (run, text) in stretches.JOBS.items()},
     **{name: (run, on_both(text)) for name, (run, text) in user_loop.JOBS.items()},
     **auto.JOBS,
+    **expert_parallel.JOBS,
 }
 
 
