@@ -23,6 +23,7 @@ CHAPTERS = {  # in the order of imports: the middle of its box, and a caption
     "losses": (345, "totals and weights"),
     "wrappers": (345, "when each wrapper sums"),
     "engine": (345, "one call, one update"),
+    "planners": (590, "other splits"),
     "pipeline": (690, "torch's schedules"),
     "autotune": (110, "the limit that fits"),
     "accumulator": (345, "GradientAccumulator"),
@@ -95,12 +96,14 @@ class Arrow(NamedTuple):
 @cache
 def chapter_imports() -> dict[str, dict[str, bool]]:
     """Read the chapters that each chapter imports, and if every such import is inside a function."""
-    package = ROOT / "megabatch"
+    package, order = ROOT / "megabatch", list(CHAPTERS)
     found: dict[str, dict[str, bool]] = {chapter: {} for chapter in CHAPTERS}
     for path in sorted(package.rglob("*.py")):
         chapter = path.relative_to(package).parts[0].removesuffix(".py")
         if chapter in ("train", "__init__", "__main__"):
             continue
+        if path.name == "built_in.py":  # the planners to name are arguments of the accumulator, with what they attach
+            chapter = "accumulator"
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -112,8 +115,12 @@ def chapter_imports() -> dict[str, dict[str, bool]]:
             for name in names:
                 package_name, _, rest = name.partition(".")
                 other = rest.partition(".")[0]
-                if package_name == "megabatch" and other in CHAPTERS and other != chapter:
-                    found[chapter][other] = found[chapter].get(other, True) and node not in tree.body
+                if package_name != "megabatch" or other not in CHAPTERS or other == chapter:
+                    continue
+                is_late = node not in tree.body
+                if is_late and order.index(other) > order.index(chapter):  # what a batching or planner attaches
+                    continue
+                found[chapter][other] = found[chapter].get(other, True) and is_late
     return found
 
 
