@@ -1,7 +1,9 @@
 """Public names and signatures, frozen: a caller that this breaks is a red test here, not a surprise there."""
 
+import ast
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +70,12 @@ def without_annotations(function) -> str:
     signature = inspect.signature(function)
     parameters = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def test_the_program_of_the_wheel_uses_every_public_name() -> None:
+    program = Path(__file__).parent / "packaging/every_name.py"
+    used = {node.id for node in ast.walk(ast.parse(program.read_text())) if isinstance(node, ast.Name)}
+    assert used | {"loss"} >= NAMES
 
 
 def test_public_names():

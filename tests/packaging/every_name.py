@@ -1,5 +1,8 @@
 """Every public name in use, as a program outside of the package writes it; pyright reads it, and it runs."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +10,7 @@ import megabatch
 from megabatch import (
     Audit,
     CostModel,
+    Extension,
     GradientAccumulator,
     JointLoss,
     Learner,
@@ -14,6 +18,7 @@ from megabatch import (
     MegabatchError,
     Plan,
     PlanError,
+    Planner,
     Term,
     Update,
     UpdateSampler,
@@ -50,6 +55,21 @@ def spread(rows: Tensor) -> tuple[Tensor, int]:  # [N, 2]
     return -(rows - rows.mean(dim=0)).square().sum(), len(rows)
 
 
+class OneEach(Planner):
+    def cut(self, lengths: Sequence[int], samples: Sequence[Any]) -> Sequence[Sequence[int]]:
+        return [[row] for row in range(len(lengths))]
+
+
+class Weights(Extension):
+    """Keeps the weight of each update."""
+
+    def __init__(self) -> None:
+        self.weights: list[float] = []
+
+    def after_finalize(self, gradient: Any, update: Update) -> None:
+        self.weights.append(float(update.weight))
+
+
 def lines() -> list[str]:
     """The `__all__` of each part."""
     model = nn.Linear(3, 2).double()
@@ -67,6 +87,13 @@ def lines() -> list[str]:
     gradient.finalize()
     gradient.forward_backward(batch, mean(mean_squared, over=count))
     gradient.finalize()
+    weights = Weights()
+    single = GradientAccumulator(model, planner=OneEach(), extensions=[weights])
+    single.forward_backward(batch, squared)
+    single.finalize()
+    assert weights.weights == [10.0]
+    assert single.last_plan is not None
+    assert single.last_plan.num_microbatches == 5
     assert len(audited(model, learner, batch).records) > 0
     return [f"{proof.ok} {cuts[0].num_microbatches} {float(update.loss):.3f} {len(dealt)}", megabatch.__version__]
 
