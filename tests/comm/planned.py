@@ -130,4 +130,4 @@ def expected(policy: Policy, sizes: Sizes, activations: Counts) -> Counts:
 def messages(wrapper: str, axes: int, data_axes: int, calls: int) -> int:
     """Small gathers of one update: what the ranks agree on before a call, and tell each other at the end."""
     asks_who_has_gradients = axes if wrapper in ("plain", "tp", "tp-sp") and data_axes else 0
-    return calls * axes + data_axes + asks_who_has_gradients
+    return (calls + 1) * axes + asks_who_has_gradients
