@@ -1,9 +1,7 @@
 """Float64 copies of models, so that two runs differ by more than rounding only if they are wrong."""
 
 import copy
-import inspect
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +25,7 @@ from megabatch.torch_private.fsdp2_groups import (
 )
 from megabatch.torch_private.module_members import apply_to_tensors, forward_hooks, forward_pre_hooks, original_of
 from megabatch.torch_private.operations import has_function_mode, pytree
+from megabatch.wrappers.checks import Dispatch, find_dispatches
 from megabatch.wrappers.mesh import is_expert
 
 DOUBLE = {
@@ -35,7 +34,6 @@ DOUBLE = {
 }
 IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")  # they concern the tensor objects
-DISPATCHING = "transformers.distributed.expert_parallel"  # module of `Dispatch`'s closures
 
 
 class Float64WithoutDropout(TorchFunctionMode):
@@ -115,11 +113,12 @@ def float64_copy(model: nn.Module) -> nn.Module:
     states = _states(model)
     _check_copied(model, is_sharded=bool(states))
     memo: dict[int, Any] = {id(state): state for state in states}
+    experts = {id(expert) for dispatch in find_dispatches(model) for expert in _experts_of(model, dispatch)}
     for module in model.modules():
         for leaf in pytree.tree_leaves(list(vars(module).values())):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # the weight of weight_norm: deepcopy refuses it
                 memo[id(leaf)] = leaf.detach().clone()
-            elif isinstance(leaf, DTensor) and (states or is_expert(leaf)):
+            elif isinstance(leaf, DTensor) and (states or id(leaf) in experts):
                 memo[id(leaf)] = nn.Parameter(cast(DTensor, leaf.detach()).full_tensor(), leaf.requires_grad)
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
@@ -206,7 +205,7 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
                ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")},
         )  # fmt: skip
     states = _states(unwrapped(model))
-    if not states and not any(map(is_expert, model.parameters())):
+    if not states and not any(find_dispatches(unwrapped(model))):
         return plain
     copied = copy.deepcopy(plain)
     _deal_experts(copied, unwrapped(model))
@@ -259,28 +258,20 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
     setattr(model.get_submodule(owner), attribute, parameter)
 
 
-class Dispatch(NamedTuple):
-    """The closure by which transformers brings tokens to the experts of a module, in the place of its forward.
-
-    `copy.deepcopy` does not copy closures, so that a copy would run the experts of the original.
-    """
-
-    name: str  # of the module in its model
-    style: Any  # `EpDispatchExpertsParallel`
-    implementation: Any  # `EPImplementation`
-    parameters: list[str]  # those of experts
-
-
 def _find_undispatched(model: nn.Module) -> str | None:
     """Return the name of an expert on ranks of their own to which transformers sends no tokens; None without one."""
-    dispatched = {f"{dispatch.name}.{name}" for dispatch in _find_dispatches(model) for name in dispatch.parameters}
+    dispatched = {f"{dispatch.name}.{name}" for dispatch in find_dispatches(model) for name in dispatch.parameters}
     names = (name for name, parameter in model.named_parameters() if is_expert(parameter))
     return next((name for name in names if name not in dispatched), None)
 
 
+def _experts_of(model: nn.Module, dispatch: Dispatch) -> list[nn.Parameter]:
+    return [model.get_submodule(dispatch.name).get_parameter(name) for name in dispatch.parameters]
+
+
 def _gather_experts(copied: nn.Module, model: nn.Module) -> None:
     """Let a copy with whole parameters run all experts on this rank."""
-    for dispatch in _find_dispatches(model):
+    for dispatch in find_dispatches(model):
         module: Any = copied.get_submodule(dispatch.name)
         del vars(module)["forward"]
         module.num_experts = len(getattr(module, dispatch.parameters[0]))
@@ -289,7 +280,7 @@ def _gather_experts(copied: nn.Module, model: nn.Module) -> None:
 
 def _deal_experts(copied: nn.Module, model: nn.Module) -> None:
     """Deal the experts of a copy out over the ranks that have those of ``model``, with the same exchange of tokens."""
-    for dispatch in _find_dispatches(model):
+    for dispatch in find_dispatches(model):
         from transformers.distributed.expert_parallel import EPImplementationInterface
         from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
@@ -301,14 +292,3 @@ def _deal_experts(copied: nn.Module, model: nn.Module) -> None:
             module, implementation.ep_mesh, tp_mesh=implementation.tp_mesh,
             ep_implementation=names[type(implementation)],
         )  # fmt: skip
-
-
-def _find_dispatches(model: nn.Module) -> Iterator[Dispatch]:
-    for name, module in model.named_modules():
-        forward: Any = vars(module).get("forward")
-        if getattr(forward, "__module__", None) != DISPATCHING:
-            continue
-        variables = inspect.getclosurevars(forward).nonlocals
-        experts = [key for key, parameter in module.named_parameters(recurse=False) if is_expert(parameter)]
-        if experts and "implementation" in variables:
-            yield Dispatch(name, variables["self"], variables["implementation"], experts)

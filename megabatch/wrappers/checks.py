@@ -8,9 +8,10 @@ to ranks once more and repeats samples to fill the last: give it none that `Upda
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from megabatch.torch_private.module_members import forward_pre_hooks, is_given_t
 from megabatch.torch_private.operations import is_traceable_wrapper_subclass
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.gradients import WideGradients, check_reduction, refuse_float16
+from megabatch.wrappers.mesh import is_expert
 
 # Packages that put hooks of their own on a model, which reduce or divide its gradients.
 REDUCING = {
@@ -35,6 +37,7 @@ REDUCING = {
     "apex": "apex reduces gradients in every backward; give the model that it wraps, in torch's "
     "DistributedDataParallel",
 }
+DISPATCHING = "transformers.distributed.expert_parallel"  # module of the closures of `Dispatch`
 Facts = list[tuple[str, str]]  # what a fact is about, and what it says, as shown in an error
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what wrappers add to names
@@ -99,8 +102,37 @@ def check_dtensors(model: nn.Module) -> None:
         if is_dtensor(parameter) and tuple(parameter.device_mesh.mesh_dim_names or ()) != ("tp",):
             raise PlanError(
                 f"parameter {name!r} is a DTensor over the mesh axes {parameter.device_mesh.mesh_dim_names} that no "
-                "wrapper manages; name the axis of tensor parallelism 'tp', and shard over data axes with fully_shard"
+                "wrapper manages; name the axis 'ep' if it deals out experts to ranks that see different samples, and "
+                "'tp' if its ranks share samples, and shard over data axes with fully_shard"
             )
+
+
+class Dispatch(NamedTuple):
+    """The closure by which transformers brings tokens to the experts of a module, in the place of its forward.
+
+    `copy.deepcopy` does not copy closures, so that a copy would run the experts of the original.
+    """
+
+    name: str  # of the module in its model
+    style: Any  # `EpDispatchExpertsParallel`
+    implementation: Any  # `EPImplementation`
+    parameters: list[str]  # those of experts
+
+
+def find_dispatches(model: nn.Module) -> Iterator[Dispatch]:
+    """Yield transformers' closures around the modules of experts that ranks have dealt out."""
+    for name, module in model.named_modules():
+        variables = _variables_of_dispatch(vars(module).get("forward"))
+        experts = [key for key, parameter in module.named_parameters(recurse=False) if is_dtensor(parameter)]
+        if experts and "implementation" in variables:
+            yield Dispatch(name, variables["self"], variables["implementation"], experts)
+
+
+def _variables_of_dispatch(forward: Any) -> Mapping[str, Any]:
+    """Return the variables of transformers' closure around a forward; none if it is another forward."""
+    closure: Any = inspect.unwrap(forward)
+    is_dispatch = getattr(closure, "__module__", None) == DISPATCHING
+    return inspect.getclosurevars(closure).nonlocals if is_dispatch else {}
 
 
 def check_ddp_precision(ddp: DistributedDataParallel) -> None:
@@ -142,6 +174,24 @@ def refuse_foreign(model: nn.Module) -> None:
             package = str(getattr(hook, "__module__", None)).partition(".")[0]
             if package in REDUCING:
                 raise PlanError(f"{where} has hooks of {package}; {REDUCING[package]}")
+    for dispatch in find_dispatches(model):
+        _refuse_dispatch(model, dispatch)
+
+
+def _refuse_dispatch(model: nn.Module, dispatch: Dispatch) -> None:
+    """Refuse tokens that are sent twice to an expert, or from ranks that are not known to see different samples."""
+    if _variables_of_dispatch(dispatch.implementation.experts_forward):
+        raise PlanError(
+            f"tokens are sent twice to the experts of {dispatch.name!r}, which gives wrong outputs; call "
+            "apply_expert_parallelism once on a model, and not at all after distributed_config="
+        )
+    expert: Any = model.get_submodule(dispatch.name).get_parameter(dispatch.parameters[0])
+    if not is_expert(expert) and not dispatch.implementation.shares_batch:
+        raise PlanError(
+            f"the experts of {dispatch.name!r} take tokens of different samples along "
+            f"{expert.device_mesh.mesh_dim_names}; name the axis of their ranks 'ep', or give apply_expert_parallelism "
+            "their mesh as tp_mesh= too if these ranks share samples"
+        )
 
 
 def _wraps(module: nn.Module) -> bool:

@@ -51,6 +51,11 @@ def choose_policy(wrapper: Wrapper, policy: str) -> Choice:
 
 def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
     """Return the model's wrapper. Raises `PlanError` for a wrapper or mesh that cannot be exact."""
+    if not isinstance(cast(object, mesh), DeviceMesh | None):
+        raise PlanError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh of torch, with axes from {', '.join(AXES)}, or "
+            "None for a model that transformers has distributed"
+        )
     if isinstance(model, SelfWrapped):
         return model.make_wrapper(mesh)
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, list | tuple) else []

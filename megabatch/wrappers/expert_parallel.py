@@ -25,7 +25,7 @@ from megabatch.torch_private.classes import is_dtensor, is_fsdp1
 from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.process_groups import root_mesh
 from megabatch.wrappers.base import END, Choice, Wrapper, local, sum_over_ranks
-from megabatch.wrappers.checks import checksum, refuse_unknown
+from megabatch.wrappers.checks import checksum, find_dispatches, refuse_unknown
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
 from megabatch.wrappers.gradients import ExactGradients, WideGradients
 from megabatch.wrappers.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
@@ -233,15 +233,13 @@ def _sharded_ranks(model: nn.Module, modules: list[FSDPModule], mesh: DeviceMesh
                 f"parameter {name!r} is no expert and is sharded together with experts, over the ranks that hold the "
                 "same ones; call fully_shard on the experts alone first"
             )
-    root = root_mesh(info.mesh)
-    _refuse_axes(root, [axis for axis in root.mesh_dim_names or () if axis in SHARING_AXES])
-    if mesh is not None:
-        _refuse_axes(mesh, [axis for axis in mesh.mesh_dim_names or (None,) if axis not in SAMPLE_AXES])
-        if set(mesh.mesh.flatten().tolist()) != everyone:
-            raise PlanError(
-                f"the mesh has {mesh.size()} data ranks but FSDP2 reduces over {len(everyone)}, or over others; give "
-                "both the same mesh"
-            )
+    for each in filter(None, (root_mesh(info.mesh), mesh)):
+        _refuse_axes(each, [axis for axis in each.mesh_dim_names or () if axis in SHARING_AXES])
+    if mesh is not None and set(mesh.mesh.flatten().tolist()) != everyone:
+        raise PlanError(
+            f"the mesh has {mesh.size()} data ranks but FSDP2 reduces over {len(everyone)}, or over others; give "
+            "both the same mesh"
+        )
     return DataRanks(groups_of_info(info))
 
 
@@ -257,12 +255,18 @@ def _refuse_axes(mesh: DeviceMesh, axes: Sequence[str | None]) -> None:
 
 
 def _refuse_shared_samples(model: nn.Module) -> None:
-    """Refuse transformers' tensor parallelism beside its experts, whose ranks share one batch."""
+    """Refuse transformers' experts whose ranks share one batch, by its tensor parallelism or without it."""
     for module in model.modules():
         if (size := getattr(module, "_tp_size", None)) not in (None, 1):
             raise PlanError(
                 f"the model was made with tp_size={size} beside its experts, so that ranks share samples; give "
                 "DistributedConfig fsdp_size= and ep_size=, and leave tp_size out"
+            )
+    for dispatch in find_dispatches(model):
+        if (size := dispatch.implementation.tp_mesh.size()) > 1:
+            raise PlanError(
+                f"the experts of {dispatch.name!r} are dealt out along 'ep', but {size} ranks share their samples "
+                "(tp_mesh of apply_expert_parallelism); name the axis 'tp' in the mesh, or give a tp_mesh of one rank"
             )
 
 

@@ -234,7 +234,10 @@ def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.Pr
         if any(fsdp_param.sharded_param.requires_grad for fsdp_param in group.fsdp_params)
     ]
     if any(info.mesh != infos[0].mesh for info in infos):
-        raise PlanError("the model's parameters are sharded over different meshes; use one mesh for all")
+        raise PlanError(
+            "the model's parameters are sharded over different meshes; use one mesh for all, and name the axis "
+            "'ep' that deals out experts"
+        )
     return groups_of_info(infos[0])
 
 

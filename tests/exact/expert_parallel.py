@@ -119,14 +119,14 @@ def spread(model: SparseLM, mesh: DeviceMesh) -> SparseLM:
     return model
 
 
-def shard_sparse(model: SparseLM, degree: int, replicas: int = 1) -> SparseLM:
+def shard_sparse(model: SparseLM, degree: int, replicas: int = 1, axis: str = "ep") -> SparseLM:
     """torchtitan's layout: FSDP2 over all ranks, with another mesh for the experts of each block."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
     ranks = dist.get_world_size() // replicas
     dense = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp_replicate", "fsdp"))
-    mesh = init_device_mesh("cpu", (replicas, ranks // degree, degree), mesh_dim_names=("dp_replicate", "efsdp", "ep"))
-    spread(model, mesh["ep"])
+    mesh = init_device_mesh("cpu", (replicas, ranks // degree, degree), mesh_dim_names=("dp_replicate", "efsdp", axis))
+    spread(model, mesh[axis])
     if replicas == 1:
         data, info = dense["fsdp"], FSDPMeshInfo(mesh=mesh["efsdp"], shard_mesh_dim=0)
     else:
@@ -175,12 +175,16 @@ def wrapped(family: str, layout: str, degree: int, reference: nn.Module, dtype: 
     return _class_of(family).from_pretrained(folder, dtype=dtype, distributed_config=config).train()
 
 
-def dispatched(model: Any, mesh: DeviceMesh, exchange: str = "auto") -> nn.Module:
-    """A model of transformers with its own dispatch of tokens, and without a wrapper."""
+def dispatched(model: Any, mesh: DeviceMesh, exchange: str = "auto", sharing: DeviceMesh | None = None) -> nn.Module:
+    """A model of transformers with its own dispatch of tokens, and without a wrapper.
+
+    `sharing` are ranks that see the same samples.
+    """
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))["tp"]
-    return apply_expert_parallelism(model, mesh, alone, model._expand_parallel_plan(model.ep_plan), exchange)
+    if sharing is None:
+        sharing = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))["tp"]
+    return apply_expert_parallelism(model, mesh, sharing, model._expand_parallel_plan(model.ep_plan), exchange)
 
 
 # The table.
@@ -258,6 +262,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loop": {"micro_batch_size": 1},
     "joint": {"micro_batch_size": 1},
     "list": {"micro_batch_size": 1},
+    "mesh": {"micro_batch_size": 1},
 }
 
 
@@ -292,7 +297,11 @@ def with_option(name: str) -> dict[str, Any]:
     reference = sparse_lm()
     model = wrapped("sparse", layout, 2, reference, torch.float64)
     models = [model, wrapped("sparse", layout, 2, reference, torch.float64)] if option == "list" else [model]
-    accumulator = GradientAccumulator(models if option == "list" else model, **OPTIONS[option])
+    settings = dict(OPTIONS[option])
+    if option == "mesh":
+        axes = {"plain": ("dp", "ep"), "sharded": ("tp", "fsdp")}[layout]  # "fsdp" is the name in transformers
+        settings["mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=axes)
+    accumulator = GradientAccumulator(models if option == "list" else model, **settings)
     found: list[tuple[float, str]] = []
     for shares in (((0, 1, 2), (3, 4, 6)), ((5, 2, 1), (0, 3, 4))):
         samples = given(shares)[dist.get_rank()]
@@ -321,6 +330,25 @@ def with_option(name: str) -> dict[str, Any]:
             expected(reference, everyone, math.inf)
         found += [errors_of(one, reference) for one in models]
     return {"error": max(found)[0], "of": max(found)[1]}
+
+
+def with_shared_samples(name: str) -> dict[str, Any]:
+    """The job "family:exchange:world:2", whose ranks along "tp" have their experts and see the same samples."""
+    family, exchange, world, _ = name.split(":")
+    mesh = init_device_mesh("cpu", (int(world) // 2, 2), mesh_dim_names=("dp", "tp"))
+    with warnings.catch_warnings(), Float64WithoutDropout():
+        warnings.simplefilter("ignore")
+        reference = reference_of(family, torch.float64)
+        model = dispatched(copy.deepcopy(reference), mesh["tp"], exchange, mesh["tp"])
+        accumulator = GradientAccumulator(model, micro_batch_size=1, mesh=mesh)
+        found: list[tuple[float, str]] = []
+        for shares in (((0, 1, 2), (3, 4, 6)), ((5, 2, 1), (0,))):
+            accumulator.forward_backward(given(shares)[mesh.get_local_rank("dp")], loss_of(family))
+            update = accumulator.finalize(max_norm=CLIP)
+            flat = [sample for share in given(shares)[: mesh["dp"].size()] for sample in share]
+            _, norm = expected(reference, flat)
+            found += [(abs(float(update.grad_norm) / norm - 1), "norm"), errors_of(model, reference)]
+        return {"error": max(found)[0], "of": max(found)[1]}
 
 
 # Verification.
@@ -354,9 +382,13 @@ def run_verify(name: str) -> dict[str, Any]:
         if what == "exchange":
             mesh = init_device_mesh("cpu", (1, int(degree)), mesh_dim_names=("dp", "ep"))
             model = dispatched(reference_of(family, torch.float32), mesh["ep"], returning_half())
+        elif what == "shared":
+            mesh = init_device_mesh("cpu", (1, int(degree)), mesh_dim_names=("dp", "tp"))
+            model = dispatched(reference_of(family, torch.float32), mesh["tp"], "all_reduce", mesh["tp"])
         before = [full(each.detach()).clone() for each in model.parameters()]
         loss_fn = divided if what == "divided" else losses.next_token
-        found = verify(model, loss_fn, given(((0, 1, 2), (3, 4, 6), (5,), ()))[dist.get_rank()])
+        share = 0 if what == "shared" else dist.get_rank()
+        found = verify(model, loss_fn, given(((0, 1, 2), (3, 4, 6), (5,), ()))[share])
         same = all(torch.equal(full(each), copied) for each, copied in zip(model.parameters(), before, strict=True))
     return {"error": found.worst, "ok": found.ok, "causes": found.causes, "same": same}
 
@@ -388,7 +420,9 @@ def count(name: str) -> dict[str, int]:
         return counts | own | {"expert_bytes": own["expert_bytes"] // int(degree)}
 
 
-JOBS: dict[str, Callable[[str], Any]] = {"cell": run_cell, "option": with_option, "verify": run_verify, "count": count}
+JOBS: dict[str, Callable[[str], Any]] = {
+    "cell": run_cell, "option": with_option, "shared": with_shared_samples, "verify": run_verify, "count": count,
+}  # fmt: skip
 
 
 def run_job(name: str) -> Any:

@@ -40,9 +40,11 @@ def is_quick(cell: Cell) -> bool:
 
 NAMES = {f"cell/{cell.name}": cell for cell in CELLS}
 WAYS = [f"option/{option}:{layout}:2:2" for option in OPTIONS for layout in ("plain", "sharded")]
+SHARED = [f"shared/mixtral:{exchange}:{world}:2" for exchange in ("all_reduce", "all_to_all") for world in (2, 4)]
 VERIFIED = {  # models, and what verify says of them
     **{f"verify/{family}:{layout}:right:2:2": "" for family in FAMILIES for layout in ("plain", "sharded")},
     **{f"verify/mixtral:{layout}:right:4:2": "" for layout in ("plain", "sharded", "hybrid")},
+    "verify/mixtral:plain:shared:2:2": "",
     "verify/mixtral:sharded:divided:2:2": "the total of 'loss' is no sum",
     "verify/mixtral:plain:exchange:2:2": "the gradients differ",
 }
@@ -64,7 +66,7 @@ COUNTS: dict[str, dict[str, tuple[int, float, float]]] = {
     "count/mixtral:sharded:every:4:2": {"reduce_scatter": (3 * 6, 3, 3)},  # and the embedding
     "count/mixtral:hybrid:replica_last:4:2": {"reduce_scatter": (3 * 4, 0, 3), "all_reduce": (6, 1, 1 / 2)},
 }
-JOBS = [*NAMES, *WAYS, *VERIFIED, *COUNTS]
+JOBS = [*NAMES, *WAYS, *SHARED, *VERIFIED, *COUNTS]
 results = of_ranks("tests.exact.expert_parallel:run_job", JOBS, max_failures=len(JOBS))
 
 
@@ -77,6 +79,12 @@ def test_the_gradient_is_that_of_one_process(results, job: str) -> None:
 
 @pytest.mark.parametrize("job", WAYS)
 def test_other_ways_to_make_an_update(results, job: str) -> None:
+    for found in results(job):
+        assert found["error"] <= TOLERANCES["float64"], found["of"]
+
+
+@pytest.mark.parametrize("job", SHARED)
+def test_experts_of_ranks_that_share_samples_are_along_tp(results, job: str) -> None:
     for found in results(job):
         assert found["error"] <= TOLERANCES["float64"], found["of"]
 

@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch import GradientAccumulator, verify
 from megabatch.pipeline import Pipeline
 from megabatch.planners import Rows, SameBits
-from tests.exact.expert_parallel import shard_sparse, spread
+from tests.exact.expert_parallel import SIZES, dispatched, shard_sparse, spread
 from tests.exact.experts import samples, unbalanced
 from tests.exact.sparse import SparseLM, sparse_lm
+from tests.exact.tiny import tiny
 from tests.unit.failures.table import told
 
 
@@ -28,7 +29,7 @@ def spread_over(*sizes: int, names: tuple[str, ...] = ("dp", "ep"), seed: int = 
     model = sparse_lm()
     with torch.no_grad():
         model.blocks[0].experts += seed
-    return spread(model, mesh_of(*sizes, names=names)["ep"])
+    return spread(model, mesh_of(*sizes, names=names)[names[-1]])
 
 
 def accumulated(model: nn.Module, **settings: Any) -> str:
@@ -45,6 +46,21 @@ def data_parallel() -> nn.Module:
     wrapped = DistributedDataParallel(sparse_lm())
     spread(wrapped.module, mesh_of(1, 2)["ep"])
     return wrapped
+
+
+def of_transformers(axis: str, *, times: int = 1, shares: bool = False) -> nn.Module:
+    """A model whose experts transformers has dealt out along an axis, to ranks that share samples or do not."""
+    mesh = mesh_of(1, 2, names=("dp", axis))[axis]
+    model = tiny("mixtral", **SIZES)
+    for _ in range(times):
+        model = dispatched(model, mesh, sharing=mesh if shares else None)
+    return model
+
+
+def transformers_mesh() -> Any:
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    return TransformersDeviceMesh(mesh_of(2, 1, names=("fsdp", "tp")), mesh_of(1, 2, names=("efsdp", "ep")))
 
 
 def with_dtensor(names: tuple[str, ...], placement: Any) -> nn.Module:
@@ -135,6 +151,17 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
         "1 data ranks",
     ),
     "shared samples": (lambda: accumulated(with_attribute("_tp_size", 2)), "tp_size=2"),
+    "one batch": (lambda: accumulated(of_transformers("ep", shares=True)), "but 2 ranks share their samples"),
+    "sent twice": (lambda: accumulated(of_transformers("ep", times=2)), "sent twice … 'model.layers.0.mlp.experts'"),
+    "sent twice along tp": (lambda: accumulated(of_transformers("tp", times=2, shares=True)), "sent twice"),
+    "all samples along tp": (lambda: accumulated(of_transformers("tp")), "different samples along ('tp',)"),
+    "another name": (lambda: accumulated(spread_over(1, 2, names=("dp", "expert"))), "('expert',) … 'ep'"),
+    "another name in FSDP2": (
+        lambda: accumulated(shard_sparse(sparse_lm(), 2, axis="expert")), "different meshes … 'ep'"
+    ),
+    "a mesh of transformers": (
+        lambda: accumulated(shard_sparse(sparse_lm(), 2), mesh=transformers_mesh()), "mesh is a TransformersDeviceMesh"
+    ),
     "a capacity": (lambda: accumulated(with_attribute("capacity_factor", 1.25)), "capacity_factor is 1.25"),
     "same bits": (lambda: accumulated(spread_over(1, 2).float(), planner=SameBits(Rows(2))), "SameBits"),
     "other copies": (other_copies, "'blocks.0.experts'"),
