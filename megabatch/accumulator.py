@@ -21,7 +21,6 @@ from megabatch.engine.call import (
     MicrobatchStep,
     PreparedBatch,
     agree_on_call,
-    agree_on_weights,
     iterate_steps,
     with_dummies,
 )
@@ -301,6 +300,8 @@ class GradientAccumulator:
         except MegabatchError as error:
             failure = error
         self.ranks.position.verb = "open()"
+        from megabatch.engine.agreement import agree_on_weights
+
         with self.guarded("open()"), agreeing():
             told = agree_on_weights(self.ranks, weights, failure)
         self.planner.check_told(told)
@@ -631,7 +632,7 @@ class GradientAccumulator:
             failure, prepared = failure or error, None
         try:
             with agreeing():
-                agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn))
+                agreement = agree_on_call(wrapper, prepared, failure, partial(self._recall, loss_fn))
         except MegabatchError as error:
             if error.loses_update:  # found on any rank: the gradients no longer belong to this update
                 self._open, self._is_lost = None, True

@@ -16,7 +16,8 @@ from megabatch.batching.mixing_causes import find_mixing_causes
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import EXPERTS, Padding, is_causal, with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch, Padded, to_dense_tensor
-from megabatch.engine.call import MicrobatchPlanner, first_failure
+from megabatch.engine.agreement import first_failure
+from megabatch.engine.call import MicrobatchPlanner
 from megabatch.engine.extension import Extension
 from megabatch.errors import PlanError
 from megabatch.planning.plan import check_lengths

@@ -17,14 +17,8 @@ from megabatch.autotune.memory import (
     measure_memory,
     measure_time,
 )
-from megabatch.engine.call import (
-    CallAgreement,
-    MicrobatchPlanner,
-    PreparedBatch,
-    collate_planned,
-    first_failure,
-    iterate_steps,
-)
+from megabatch.engine.agreement import first_failure
+from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned, iterate_steps
 from megabatch.engine.error_broadcast import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line

@@ -17,7 +17,8 @@ from megabatch.autotune.memory import GIVE_A_BOUND, check_device, check_measurab
 from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
 from megabatch.batching.samples import Batch, Samples
 from megabatch.engine import random_state
-from megabatch.engine.call import REPLAN, MicrobatchPlanner, PreparedBatch, first_failure
+from megabatch.engine.agreement import REPLAN, first_failure
+from megabatch.engine.call import MicrobatchPlanner, PreparedBatch
 from megabatch.engine.extension import Extension
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, ReplanError

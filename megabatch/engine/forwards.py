@@ -72,7 +72,7 @@ def _open_forwards(
     except Exception as error:  # the user's collate may raise anything; the other ranks must know
         failure = error
     with agreeing():
-        agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
+        agreement = agree_on_call(wrapper, prepared, failure, lambda: None)
     assert prepared is not None  # else its failure was raised
     prepared, agreement = planner.complete(prepared, agreement, hooks, wrapper)
     gradient.last_plan = with_dummies(prepared.plan, agreement.num_microbatches)

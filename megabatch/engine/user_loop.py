@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.engine.call import CallAgreement, MicrobatchStep, first_failure
+from megabatch.engine.agreement import first_failure
+from megabatch.engine.call import CallAgreement, MicrobatchStep
 from megabatch.engine.error_broadcast import ErrorBroadcast, agreeing
 from megabatch.engine.guards.backward_count import BackwardCount
 from megabatch.engine.ownership import Ownership

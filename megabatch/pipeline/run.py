@@ -20,7 +20,8 @@ from megabatch.batching.context_parallel import stretch_alike
 from megabatch.batching.pad_to_shape import Inputs, crop_output, fingerprint, in_one_shape
 from megabatch.batching.samples import Microbatch
 from megabatch.engine import random_state
-from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, first_failure, iterate_steps
+from megabatch.engine.agreement import first_failure
+from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError

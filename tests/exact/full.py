@@ -41,6 +41,7 @@ SOURCES = (  # the library files that decide the numbers
     "experts.py",
     "batching/context_parallel.py",
     "batching/pad_to_shape.py",
+    "engine/agreement.py",
     "engine/call.py",
     "engine/coupled_loss.py",
     "engine/divisors.py",

@@ -66,7 +66,7 @@ MUTATIONS = (
              "if is_dtensor(gradient) and any(", "if False and any(", ("tp-sp",)),
     Mutation("lose a microbatch that is cut again", "engine/fill_up.py",
              "microbatches=tuple(cut))", "microbatches=tuple(cut[:-1] or cut))"),
-    Mutation("forget to reduce the weight over ranks", "engine/call.py",
+    Mutation("forget to reduce the weight over ranks", "engine/agreement.py",
              "weights=dict(zip(names, map(sum, weights), strict=False))", "weights=prepared.weight_sums"),
     Mutation("forget to reduce the late weight over ranks", "engine/update.py",
              "rows[:, 4 : 4 + 2 * len(names)].sum(0)", 'self._report(names, "")[4 : 4 + 2 * len(names)]'),
