@@ -39,6 +39,7 @@ from megabatch.losses.contract import (
     takes_divisor,
     terms_of,
 )
+from megabatch.losses.loss_graph import graph_nodes
 from megabatch.losses.padded_targets import check_totals
 from megabatch.planners.built_in import (
     BuiltIn,
@@ -52,13 +53,7 @@ from megabatch.planning.plan import CostModel, Plan
 from megabatch.planning.planner import Planner
 from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
-from megabatch.wrappers.gradients import (
-    clip_gradients,
-    drop_gradients,
-    graph_nodes,
-    no_float16_autocast,
-    scale_gradients,
-)
+from megabatch.wrappers.gradients import clip_gradients, drop_gradients, no_float16_autocast, scale_gradients
 from megabatch.wrappers.mesh import num_collectives
 
 OWN_LOOP = "surround each microbatch of your loop with microbatch(), and call scale(loss).backward() of what it yields"
@@ -785,7 +780,7 @@ class GradientAccumulator:
         self._wrapper.finish_update()
         if max_norm is not None:
             norm = clip_gradients(
-                parameters, max_norm, factor, groups, exactly=self._wide.is_exact, uncounted=self._wrapper.uncounted,
+                parameters, max_norm, factor, groups, norm_of=self._wide.norm, uncounted=self._wrapper.uncounted,
                 scale=opened.loss_scale,
             )  # fmt: skip
             return update.with_norm(norm)

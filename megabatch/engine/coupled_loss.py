@@ -25,10 +25,11 @@ from megabatch.engine.random_state import RandomState
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.losses.contract import Term, describe_missing_gradient, differentiable, terms_of
+from megabatch.losses.loss_graph import graph_leaves
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.operations import pytree
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import graph_leaves, separate_gradients
+from megabatch.wrappers.gradients import separate_gradients
 from megabatch.wrappers.mesh import DataRanks
 
 ROWS = "a tensor, or a tuple or mapping of tensors, with one row per sample"

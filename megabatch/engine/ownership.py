@@ -19,10 +19,10 @@ from megabatch.engine.guards.attached_tensors import AttachedTensors
 from megabatch.engine.guards.learning_modules import LearningModules
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
+from megabatch.losses.loss_graph import find_functions, graph_leaves, is_linear, name_of_function
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_flat_parameter
 from megabatch.wrappers.base import REQUIRES_GRAD, Wrapper, refuse_hooks
-from megabatch.wrappers.gradients import find_functions, graph_leaves, is_linear, name_of_function
 
 MAX_SEARCHED = 100_000  # objects of a batch, for a tensor that the loss has made trainable
 NOT_SEARCHED = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, types.FrameType)

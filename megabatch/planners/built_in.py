@@ -262,7 +262,7 @@ class SameBits(_Around):
 
     @property
     def new_gradients(self) -> type[WideGradients]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        from megabatch.wrappers.gradients import ExactGradients
+        from megabatch.wrappers.exact_gradients import ExactGradients
 
         return ExactGradients
 

@@ -29,6 +29,7 @@ from megabatch.losses.contract import (
     takes_divisor,
     terms_of,
 )
+from megabatch.losses.loss_graph import graph_leaves
 from megabatch.planners.built_in import BuiltIn, Rows, Shapes, Tokens
 from megabatch.torch_private.operations import pytree
 from megabatch.verification.float64_copy import (
@@ -40,7 +41,6 @@ from megabatch.verification.float64_copy import (
 )
 from megabatch.verification.mixing import find_failing_module
 from megabatch.wrappers.detect import POLICIES, Models, choose_policy
-from megabatch.wrappers.gradients import graph_leaves
 
 # A parameter's gradient below this fraction of the whole one is rounding; its error is relative to the whole one.
 NEGLIGIBLE = 1e-6

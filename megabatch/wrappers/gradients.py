@@ -1,11 +1,11 @@
 """The gradients in ``p.grad``: dtype, drop, scale, norm and clip, for plain tensors and DTensors.
 
-float16 is refused. The functions at the end of the file follow autograd's graph from a loss to the leaves.
+float16 is refused.
 """
 
 import contextlib
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,12 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megabatch.errors import PlanError
 from megabatch.losses.contract import accumulation_dtype
-from megabatch.torch_private.autograd import class_of_function, inputs_of_node, multiply_all
+from megabatch.torch_private.autograd import multiply_all
 from megabatch.torch_private.classes import is_dtensor
 
-LEAST = 2.0**-200  # of the largest gradient, whose square float64 must hold
-BITS_OF_NORM = 40  # of a sum of squares
-PIECE = 1 << 16  # elements whose squares stay in a CPU's cache
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
 
@@ -38,8 +35,6 @@ class WideGradients:
 
     Raises `PlanError` for a dtype that is coarser than a parameter's.
     """
-
-    is_exact = False  # sums do not depend on their order
 
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -85,28 +80,16 @@ class WideGradients:
         """Return the dtype of the parameter's gradient while an update is open."""
         return parameter.dtype if self.dtype is None else self.dtype
 
+    def norm(
+        self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup],
+        uncounted: Sequence[nn.Parameter],
+    ) -> Tensor:  # fmt: skip
+        """Return the 2-norm of the gradients, see `total_norm`."""
+        return total_norm(parameters, groups, uncounted)
+
     def _widen(self, parameter: Tensor) -> None:
         if parameter.grad is not None and parameter.grad.dtype != self.dtype:
             parameter.grad = parameter.grad.to(self.dtype)
-
-
-class ExactGradients(WideGradients):
-    """Wide gradients, of which every parameter has one at the end: zeros, if no rank has used it.
-
-    FSDP2 gives an unused parameter zeros and a plain model leaves it None, which optimizers step differently.
-    """
-
-    is_exact = True
-
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
-        super().__init__(parameters, dtype)
-        self._parameters = parameters
-
-    def finish(self) -> None:
-        super().finish()
-        if any(parameter.grad is not None for parameter in self._parameters):  # else the update has no weight
-            for parameter in self._parameters:  # a sum of zeros has a sign that depends on the dummy microbatches
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0)
 
 
 def check_reduction(
@@ -218,77 +201,25 @@ def total_norm(
     return norm
 
 
-def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the 2-norm of the gradients of all parameters, with the same bits however they are sharded.
-
-    Squares are rounded to a grid on which float64 adds all of them without rounding: ``(x + C) - C``. The grid follows
-    from the largest gradient of all ranks and the number of elements. What it cuts off is rounded to a finer grid, and
-    so on to 40 bits below the largest square, since the small squares of a large model may outweigh its largest.
-    """
-    sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # by the groups that hold the other shards
-    for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
-            sharded.setdefault(_shard_groups(gradient), []).append(_local(gradient).detach())
-    device, bits = parameters[0].device, sum(each.numel() for each in parameters).bit_length()
-    num_cached = PIECE if device.type == "cpu" else PIECE << 8
-    largest = torch.zeros((), dtype=torch.float64, device=device)
-    for groups, gradients in sharded.items():
-        found = [each.abs().max().double() for each in gradients if each.numel()]
-        most = torch.stack([torch.zeros_like(largest), *found]).max()
-        for group in groups:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        largest = torch.maximum(largest, most)
-    largest = largest.clamp(min=LEAST)
-    power = largest / torch.frexp(largest).mantissa  # the power of two above the largest; exact
-    # Adding and subtracting 1.5 * 2**n rounds to the last bit of 2**n, in any order of the sum.
-    shifts = [power * power * (1.5 * 2.0**bits)]  # rounds to 2**(bits - 52) of the largest square
-    while (53 - bits) * len(shifts) < bits + BITS_OF_NORM:
-        shifts.append(shifts[-1] * 2.0 ** (bits - 53))
-    total = torch.zeros(len(shifts), dtype=torch.float64, device=device)
-    for groups, gradients in sharded.items():
-        mine = torch.zeros_like(total)
-        for piece in (piece for each in gradients for piece in each.flatten().split(num_cached)):
-            rest = piece.double().square()
-            for level, shift in enumerate(shifts):
-                part = (rest + shift).sub_(shift)
-                mine[level] += part.sum()
-                rest -= part
-        for group in groups:
-            dist.all_reduce(mine, group=group)
-        total += mine
-    return total.sum().sqrt()
-
-
-def _shard_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over whose ranks a gradient is sharded, one for each such axis of its mesh."""
-    if not is_dtensor(gradient):
-        return ()
-    axes = enumerate(gradient.placements)
-    return tuple(gradient.device_mesh.get_group(axis) for axis, placement in axes if placement.is_shard())
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if is_dtensor(gradient) else gradient
-
-
 def clip_gradients(
     parameters: Sequence[nn.Parameter],
     max_norm: float | Tensor,
     factor: float | Tensor | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
     *,
-    exactly: bool = False,
+    norm_of: Callable[..., Tensor] | None = None,
     uncounted: Sequence[nn.Parameter] = (),
     scale: float | Tensor = 1.0,
 ) -> Tensor:
     """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass. Return the norm before the clip.
 
     Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` and ``uncounted`` as in `total_norm`.
-    ``exactly`` takes `exact_norm`. ``scale`` is a factor of the gradients, by a GradScaler, which the norm has not.
+    ``norm_of`` computes the norm in place of `total_norm`. ``scale`` is a factor of the gradients, by a GradScaler,
+    which the norm has not.
     """
     limit, epsilon = max_norm * scale, CLIP_EPSILON * scale
     # The factor is applied to the norm instead of the gradients, which saves a pass.
-    norm = exact_norm(parameters) if exactly else total_norm(parameters, groups, uncounted)
+    norm = (norm_of or total_norm)(parameters, groups, uncounted)
     if factor is None:
         coefficient = torch.clamp(limit / (norm + epsilon), max=1.0)
     else:
@@ -321,92 +252,3 @@ def _full(norm: Tensor) -> Tensor:
         moved: Any = type(norm).from_local(norm.to_local(), norm.device_mesh, norm.placements, run_check=False)
         return moved.full_tensor()
     return norm.full_tensor()
-
-
-def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
-    """Yield every leaf in the graph of the totals that carries a gradient."""
-    for node in _graph(totals):
-        if (leaf := _leaf(node)) is not None:
-            yield leaf
-
-
-def graph_nodes(totals: Sequence[Tensor]) -> Generator[Any]:
-    """Yield every node that the totals depend on."""
-    yield from _graph(totals)
-
-
-def find_functions(totals: Sequence[Tensor]) -> list[Any]:
-    """Return the nodes of user-written autograd functions near the totals, which return scalars or vectors."""
-    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
-    seen: set[Any] = set()
-    found: list[Any] = []
-    while pending:
-        node = pending.pop()
-        if node in seen or any(len(each.shape) > 1 for each in inputs_of_node(node)):
-            continue
-        seen.add(node)
-        pending.extend(before for before, _ in node.next_functions if before is not None)
-        is_written = isinstance(node, torch.autograd.function.BackwardCFunction)
-        home = class_of_function(node).__module__ if is_written else "torch"
-        if home.partition(".")[0] not in ("torch", "megabatch"):
-            found.append(node)
-    return found
-
-
-def name_of_function(node: Any) -> str:
-    """Return the name of an autograd function written in Python."""
-    return class_of_function(node).__name__
-
-
-@torch.no_grad()
-def is_linear(node: Any) -> bool | None:
-    """Return True if the backward of a function uses the gradient that it is given. None if it returns only zeros.
-
-    The backward runs for two scales of the gradient, which uses up its graph.
-    """
-    # Powers of two scale without rounding, so equal results mean that the scale was ignored.
-    found: list[list[Tensor]] = []
-    for scale in (2.0, 0.5):
-        given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in inputs_of_node(node)]
-        try:
-            back = node.apply(*given)
-        except Exception:  # the first backward has freed the saved tensors
-            return True
-        tensors = [back] if isinstance(back, Tensor) else [each for each in back if isinstance(each, Tensor)]
-        found.append([tensor.detach().clone() for tensor in tensors])
-    moved = [(one, other) for one, other in zip(*found, strict=True) if bool(one.any())]
-    return not any(torch.equal(one, other) for one, other in moved) if moved else None
-
-
-def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
-    """Return the names of Python autograd functions that a backward for ``wanted`` alone does not run."""
-    graph, ids = _graph(totals), set(map(id, wanted))
-    # Autograd's graph points from outputs to inputs; this is the other direction.
-    users: dict[Any, list[Any]] = {}
-    for node, inputs in graph.items():
-        for each in inputs:
-            users.setdefault(each, []).append(node)
-    pending = [node for node in graph if id(_leaf(node)) in ids]
-    reached = set(pending)
-    while pending:
-        new = set(users.get(pending.pop(), ())) - reached
-        reached |= new
-        pending.extend(new)
-    beside: set[Any] = graph.keys() - reached
-    return sorted(type(node).__name__ for node in beside if isinstance(node, torch.autograd.function.BackwardCFunction))
-
-
-def _graph(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:
-    """Return every node that the totals depend on, mapped to the nodes of its inputs."""
-    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
-    graph: dict[Any, list[Any]] = {}
-    while pending:
-        node = pending.pop()
-        if node not in graph:
-            graph[node] = [before for before, _ in node.next_functions if before is not None]
-            pending.extend(graph[node])
-    return graph
-
-
-def _leaf(node: Any) -> Tensor | None:
-    return getattr(node, "variable", None)

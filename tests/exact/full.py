@@ -56,6 +56,7 @@ SOURCES = (  # the library files that decide the numbers
     "wrappers/checks.py",
     "wrappers/ddp.py",
     "wrappers/detect.py",
+    "wrappers/exact_gradients.py",
     "wrappers/fsdp1.py",
     "wrappers/fsdp2.py",
     "wrappers/gradients.py",

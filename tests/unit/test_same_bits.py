@@ -15,7 +15,8 @@ from megabatch import CostModel, GradientAccumulator, UpdateSampler, loss
 from megabatch.planners import SameBits, Tokens
 from megabatch.planners.same_bits import parts_of
 from megabatch.planning.partition import fill
-from megabatch.wrappers.gradients import exact_norm, total_norm
+from megabatch.wrappers.exact_gradients import exact_norm
+from megabatch.wrappers.gradients import total_norm
 from tests.exact.launch import of_ranks
 from tests.exact.same_bits import samples_of
 

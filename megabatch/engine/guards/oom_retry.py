@@ -20,10 +20,10 @@ from megabatch.engine.ownership import Receipt
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
 from megabatch.losses.contract import WEIGHT_TOLERANCE, Term, Weigh
+from megabatch.losses.loss_graph import find_functions_beside, graph_leaves
 from megabatch.planning.plan import split_in_halves
 from megabatch.torch_private.autograd import count_writes
 from megabatch.wrappers.base import Wrapper, local
-from megabatch.wrappers.gradients import find_functions_beside, graph_leaves
 from megabatch.wrappers.mesh import num_collectives
 
 AGAIN = "so that it cannot run again in parts"

@@ -1,0 +1,98 @@
+"""Autograd's graph, from the totals of a loss to the leaves: read in the first call of a loss."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.torch_private.autograd import class_of_function, inputs_of_node
+
+
+def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
+    """Yield every leaf in the graph of the totals that carries a gradient."""
+    for node in _graph(totals):
+        if (leaf := _leaf(node)) is not None:
+            yield leaf
+
+
+def graph_nodes(totals: Sequence[Tensor]) -> Generator[Any]:
+    """Yield every node that the totals depend on."""
+    yield from _graph(totals)
+
+
+def find_functions(totals: Sequence[Tensor]) -> list[Any]:
+    """Return the nodes of user-written autograd functions near the totals, which return scalars or vectors."""
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
+    seen: set[Any] = set()
+    found: list[Any] = []
+    while pending:
+        node = pending.pop()
+        if node in seen or any(len(each.shape) > 1 for each in inputs_of_node(node)):
+            continue
+        seen.add(node)
+        pending.extend(before for before, _ in node.next_functions if before is not None)
+        is_written = isinstance(node, torch.autograd.function.BackwardCFunction)
+        home = class_of_function(node).__module__ if is_written else "torch"
+        if home.partition(".")[0] not in ("torch", "megabatch"):
+            found.append(node)
+    return found
+
+
+def name_of_function(node: Any) -> str:
+    """Return the name of an autograd function written in Python."""
+    return class_of_function(node).__name__
+
+
+@torch.no_grad()
+def is_linear(node: Any) -> bool | None:
+    """Return True if the backward of a function uses the gradient that it is given. None if it returns only zeros.
+
+    The backward runs for two scales of the gradient, which uses up its graph.
+    """
+    # Powers of two scale without rounding, so equal results mean that the scale was ignored.
+    found: list[list[Tensor]] = []
+    for scale in (2.0, 0.5):
+        given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in inputs_of_node(node)]
+        try:
+            back = node.apply(*given)
+        except Exception:  # the first backward has freed the saved tensors
+            return True
+        tensors = [back] if isinstance(back, Tensor) else [each for each in back if isinstance(each, Tensor)]
+        found.append([tensor.detach().clone() for tensor in tensors])
+    moved = [(one, other) for one, other in zip(*found, strict=True) if bool(one.any())]
+    return not any(torch.equal(one, other) for one, other in moved) if moved else None
+
+
+def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
+    """Return the names of Python autograd functions that a backward for ``wanted`` alone does not run."""
+    graph, ids = _graph(totals), set(map(id, wanted))
+    # Autograd's graph points from outputs to inputs; this is the other direction.
+    users: dict[Any, list[Any]] = {}
+    for node, inputs in graph.items():
+        for each in inputs:
+            users.setdefault(each, []).append(node)
+    pending = [node for node in graph if id(_leaf(node)) in ids]
+    reached = set(pending)
+    while pending:
+        new = set(users.get(pending.pop(), ())) - reached
+        reached |= new
+        pending.extend(new)
+    beside: set[Any] = graph.keys() - reached
+    return sorted(type(node).__name__ for node in beside if isinstance(node, torch.autograd.function.BackwardCFunction))
+
+
+def _graph(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:
+    """Return every node that the totals depend on, mapped to the nodes of its inputs."""
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
+    graph: dict[Any, list[Any]] = {}
+    while pending:
+        node = pending.pop()
+        if node not in graph:
+            graph[node] = [before for before, _ in node.next_functions if before is not None]
+            pending.extend(graph[node])
+    return graph
+
+
+def _leaf(node: Any) -> Tensor | None:
+    return getattr(node, "variable", None)

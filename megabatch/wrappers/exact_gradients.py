@@ -1,0 +1,90 @@
+"""Gradients whose sums and norm have the same bits in any order, for `SameBits`."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabatch.torch_private.classes import is_dtensor
+from megabatch.wrappers.gradients import WideGradients
+
+LEAST = 2.0**-200  # of the largest gradient, whose square float64 must hold
+BITS_OF_NORM = 40  # of a sum of squares
+PIECE = 1 << 16  # elements whose squares stay in a CPU's cache
+
+
+class ExactGradients(WideGradients):
+    """Wide gradients, of which every parameter has one at the end: zeros, if no rank has used it.
+
+    FSDP2 gives an unused parameter zeros and a plain model leaves it None, which optimizers step differently.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+        super().__init__(parameters, dtype)
+        self._parameters = parameters
+
+    def finish(self) -> None:
+        super().finish()
+        if any(parameter.grad is not None for parameter in self._parameters):  # else the update has no weight
+            for parameter in self._parameters:  # a sum of zeros has a sign that depends on the dummy microbatches
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0)
+
+    def norm(
+        self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup],
+        uncounted: Sequence[nn.Parameter],
+    ) -> Tensor:  # fmt: skip
+        return exact_norm(parameters)
+
+
+def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the 2-norm of the gradients of all parameters, with the same bits however they are sharded.
+
+    Squares are rounded to a grid on which float64 adds all of them without rounding: ``(x + C) - C``. The grid follows
+    from the largest gradient of all ranks and the number of elements. What it cuts off is rounded to a finer grid, and
+    so on to 40 bits below the largest square, since the small squares of a large model may outweigh its largest.
+    """
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # by the groups that hold the other shards
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            sharded.setdefault(_shard_groups(gradient), []).append(_local(gradient).detach())
+    device, bits = parameters[0].device, sum(each.numel() for each in parameters).bit_length()
+    num_cached = PIECE if device.type == "cpu" else PIECE << 8
+    largest = torch.zeros((), dtype=torch.float64, device=device)
+    for groups, gradients in sharded.items():
+        found = [each.abs().max().double() for each in gradients if each.numel()]
+        most = torch.stack([torch.zeros_like(largest), *found]).max()
+        for group in groups:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        largest = torch.maximum(largest, most)
+    largest = largest.clamp(min=LEAST)
+    power = largest / torch.frexp(largest).mantissa  # the power of two above the largest; exact
+    # Adding and subtracting 1.5 * 2**n rounds to the last bit of 2**n, in any order of the sum.
+    shifts = [power * power * (1.5 * 2.0**bits)]  # rounds to 2**(bits - 52) of the largest square
+    while (53 - bits) * len(shifts) < bits + BITS_OF_NORM:
+        shifts.append(shifts[-1] * 2.0 ** (bits - 53))
+    total = torch.zeros(len(shifts), dtype=torch.float64, device=device)
+    for groups, gradients in sharded.items():
+        mine = torch.zeros_like(total)
+        for piece in (piece for each in gradients for piece in each.flatten().split(num_cached)):
+            rest = piece.double().square()
+            for level, shift in enumerate(shifts):
+                part = (rest + shift).sub_(shift)
+                mine[level] += part.sum()
+                rest -= part
+        for group in groups:
+            dist.all_reduce(mine, group=group)
+        total += mine
+    return total.sum().sqrt()
+
+
+def _shard_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over whose ranks a gradient is sharded, one for each such axis of its mesh."""
+    if not is_dtensor(gradient):
+        return ()
+    axes = enumerate(gradient.placements)
+    return tuple(gradient.device_mesh.get_group(axis) for axis, placement in axes if placement.is_shard())
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if is_dtensor(gradient) else gradient
