@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megabatch import engine
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Batching, Collate, Length, Microbatch, Samples, choose_batching
-from megabatch.engine import random_state
+from megabatch.engine.by_loss import ByLoss
 from megabatch.engine.call import (
     CallAgreement,
     MicrobatchPlanner,
@@ -26,8 +26,10 @@ from megabatch.engine.call import (
 )
 from megabatch.engine.error_broadcast import ErrorBroadcast, agreeing, is_out_of_memory, mark_known, out_of_memory_error
 from megabatch.engine.extension import Call, Extension, Extensions
+from megabatch.engine.guards.loss_trial import LossTrial
 from megabatch.engine.guards.oom_retry import OOMRetry
-from megabatch.engine.ownership import ByLoss, Ownership, Receipt
+from megabatch.engine.guards.receipts import Receipt, check_unmoved
+from megabatch.engine.ownership import Ownership
 from megabatch.engine.update import NOT_OPEN, OpenUpdate, Update, add_terms
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, ReplanError, check_positive, missing_attribute
 from megabatch.losses.contract import (
@@ -39,8 +41,6 @@ from megabatch.losses.contract import (
     takes_divisor,
     terms_of,
 )
-from megabatch.losses.loss_graph import graph_nodes
-from megabatch.losses.padded_targets import check_totals
 from megabatch.planners.built_in import (
     BuiltIn,
     Parts,
@@ -149,7 +149,8 @@ class GradientAccumulator:
             ranks.position.accumulator = self._error_broadcast.number
         with self.guarded():
             batching.check_model(wrapper, choice.limits)
-        self._ownership = Ownership(wrapper)
+        self._trial = LossTrial(wrapper, self._padding)
+        self._ownership = Ownership(wrapper, self._trial)
         self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # by loss, makes a dummy
         self._was_finite: Tensor | bool = True  # False if the update of these samples was not finite
         self._open: OpenUpdate | None = None
@@ -478,28 +479,7 @@ class GradientAccumulator:
         if before is None or before.parameters is not accumulating:
             before = Receipt.of(accumulating)
         terms = terms_of(call.loss_fn(self.model, step.microbatch))
-        self._ownership.check_unmoved(before)
-        return terms
-
-    def _check_terms(self, call: Call, step: MicrobatchStep, before: Receipt | None) -> dict[str, Term]:
-        """Run a loss that is new or takes the divisor, and check its side effects on gradients."""
-        opened, ownership, model, loss_fn = call.opened, self._ownership, self.model, call.loss_fn
-        if call.is_new:
-            opened.check_divided(loss_fn, model, step)
-        random = random_state.note(self._wrapper.device) if call.is_new else None
-        before = Receipt.of(self._wrapper.accumulating)
-        given = dict(step.microbatch) if isinstance(step.microbatch, Mapping) else {}  # the loss may pop its labels
-        terms = opened.terms_of(loss_fn, model, step)
-        if not call.takes_divisor:
-            ownership.check_unmoved(before)
-        if random is not None:
-            ownership.check_reach(loss_fn, before, terms, [step.microbatch, *call.given])
-            totals = [term.total for term in terms.values() if term.total.requires_grad]
-            check_totals(self._padding.running_lengths, given, graph_nodes(totals))
-        del before  # which would keep gradients that a wrapper frees in its backward
-        if random is not None and ownership.uses_up(loss_fn, terms):
-            random_state.put_back(random)
-            terms = opened.terms_of(loss_fn, model, step)
+        check_unmoved(self._wrapper, before)
         return terms
 
     @contextlib.contextmanager
@@ -570,7 +550,7 @@ class GradientAccumulator:
         """
         self._check_can_add()
         wrapper, ownership, order = self._wrapper, self._ownership, self._wrapper.collective_order
-        hooks, tried = loss_hooks(loss_fn), ownership.tried.get(loss_fn)  # None for a new loss
+        hooks, tried = loss_hooks(loss_fn), self._trial.tried.get(loss_fn)  # None for a new loss
         planner = self.planner.of_call(batch)
         self.ranks.position.verb = "forward_backward()"
         self.ranks.position.call += 1
@@ -587,7 +567,7 @@ class GradientAccumulator:
         call = Call(
             self.model, wrapper, loss_fn, prepared, agreement, plan, opened, hooks, is_new=tried is None,
             takes_divisor=takes_divisor(loss_fn) if tried is None else tried,
-            compute_terms=self._compute_terms if tried is False else self._check_terms,
+            compute_terms=self._compute_terms if tried is False else self._trial.compute_terms,
         )  # fmt: skip
         opened.is_running = True
         order.begin_call(is_compared=agreement.compares_order)

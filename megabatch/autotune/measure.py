@@ -19,6 +19,7 @@ from megabatch.autotune.memory import (
 )
 from megabatch.engine.agreement import first_failure
 from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned, iterate_steps
+from megabatch.engine.divided_loss import LossRun
 from megabatch.engine.error_broadcast import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
@@ -154,13 +155,14 @@ class MicrobatchMeasurer:
         )  # fmt: skip
         opened = OpenUpdate(wrapper)
         opened.count_call(call)
+        loss_run = LossRun(opened.divisors, wrapper, self._loss_fn, self._subject.model)
         with (
             no_float16_autocast(wrapper.models),
             contextlib.closing(iterate_steps(share, call, weigh, wrapper)) as steps,
         ):
             for step in itertools.islice(steps, num_run):
                 with measure_time(wrapper.device) as took:
-                    terms = opened.terms_of(self._loss_fn, self._subject.model, step)
+                    terms = loss_run.terms_of(step)
                     opened.backward(terms, step)
                 del step, terms  # with its microbatch
         return took.seconds

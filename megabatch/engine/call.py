@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megabatch.batching.samples import STOPPED, Batch, Batching, Length, Microbatch, Samples
 from megabatch.batching.tree import to_device
-from megabatch.engine.ownership import ByLoss
+from megabatch.engine.by_loss import ByLoss
 from megabatch.errors import LossContractError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import LossHooks, Prepare, Weigh, counted_weights, is_own
 from megabatch.losses.padded_targets import check_weights

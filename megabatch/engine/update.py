@@ -8,29 +8,24 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.batching.tree import clone
-from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchStep
 from megabatch.engine.divisors import Divisors, ToldDivisors, weight_of
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.losses.contract import (
     PAIR_NAME,
     WEIGHT_TOLERANCE,
-    LossFunction,
     Term,
     accumulation_dtype,
     differentiable,
-    takes_divisor,
-    terms_of,
 )
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import drop_gradients, refuse_float16, separate_gradients
+from megabatch.wrappers.gradients import refuse_float16, separate_gradients
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
 # Codes in a report, in place of the flag "weights differ" (1.0):
@@ -191,6 +186,11 @@ class OpenUpdate:
         """Names of the terms that have carried a gradient, sorted."""
         return sorted(self._differentiable)
 
+    @property
+    def divisors(self) -> Mapping[str, float]:
+        """The divisor of each term that has one already."""
+        return self._divisors.by_term
+
     def tell(self, weights: Mapping[str, float]) -> None:
         """Divide by weights of the whole update, by term, which its first call does not know. Empty: not told."""
         if weights:
@@ -240,79 +240,6 @@ class OpenUpdate:
         self.num_samples += call.num_samples
         self.num_tokens += call.num_tokens
         self.num_microbatches += call.num_microbatches
-
-    def terms_of(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep) -> dict[str, Term]:
-        """Return the terms of the loss for a microbatch, undivided. Raises `LossContractError`."""
-        if not takes_divisor(loss_fn):
-            return terms_of(loss_fn(model, step.microbatch))
-        if not self._divisors.by_term:
-            raise LossContractError(
-                "the loss takes the divisor, which has to be known before its first microbatch; say how it is counted "
-                "with @megabatch.loss(weigh=...)"
-            )
-        scale = math.inf if step.is_dummy else 1 / self._wrapper.loss_factor
-        divided = self._divided(loss_fn, model, step, scale)
-        named = self._weighed_of(divided)
-        if not any(each.total.requires_grad for each in divided.values()):  # the loss has run its own backward
-            divided |= {
-                name: Term(divided[name].total.detach().requires_grad_(), divided[name].weight) for name in named
-            }
-        for name in named:
-            factor = scale * (weight_of(self._divisors.by_term, name) or 1.0)
-            if math.isfinite(factor):
-                divided[name] = Term(divided[name].total * factor, divided[name].weight)
-        return divided
-
-    def check_divided(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep) -> None:
-        """Raise `LossContractError` for a loss that takes the divisor and does not divide its total by it.
-
-        The loss runs twice, in evaluation mode and without gradients. A loss that runs its own backward cannot do that.
-        On a plain model it runs once, with an infinite divisor, which adds nothing to a gradient.
-        """
-        if not takes_divisor(loss_fn) or not self._divisors.by_term:
-            return
-        try:
-            with torch.no_grad():
-                one, half = (self._tried(loss_fn, model, step, scale) for scale in (1.0, 2.0))
-            wrong = {name: one[name] for name in one if abs(one[name] - 2 * half[name]) > 0.01 * abs(one[name])}
-        except Exception:  # a backward in the loss may raise anything
-            if type(self._wrapper) is not Wrapper:
-                return
-            fresh = [parameter for parameter in self._wrapper.parameters if parameter.grad is None]
-            with torch.enable_grad():
-                wrong = {name: total for name, total in self._tried(loss_fn, model, step, math.inf).items() if total}
-            drop_gradients(fresh)
-        for name, total in wrong.items():
-            raise LossContractError(
-                f"the loss takes the divisor and its total {name!r} does not shrink with it ({total:.6g}); return "
-                "(total / divisor, weight), and divide what it differentiates"
-            )
-
-    def _tried(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep, scale: float) -> dict[str, float]:
-        """Return the divided totals for a multiple of the divisor. Restore everything except gradients."""
-        modes = {each: each.training for model in self._wrapper.models for each in model.modules()}
-        counting, self._wrapper.is_counting = self._wrapper.is_counting, False
-        try:
-            for each in modes:
-                each.training = False
-            with random_state.replay(random_state.note(self._device)):
-                found = self._divided(loss_fn, model, replace(step, microbatch=clone(step.microbatch)), scale)
-        finally:
-            self._wrapper.is_counting = counting
-            for each, mode in modes.items():
-                each.training = mode
-        return {name: float(found[name].total.detach()) for name in self._weighed_of(found)}
-
-    def _divided(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep, scale: float) -> dict[str, Term]:
-        """Call the loss with a multiple of the divisor. Return its terms."""
-        own = {name: each * scale for name, each in self._divisors.by_term.items()}
-        divisor = own if len(own) > 1 else next(iter(own.values()))
-        return terms_of(cast(Any, loss_fn)(model, step.microbatch, divisor=divisor))
-
-    def _weighed_of(self, terms: Mapping[str, Term]) -> list[str]:
-        """Return the names of the terms that are divided. The others are metrics."""
-        carrying = differentiable(terms)
-        return carrying or [name for name in terms if name in self._divisors.by_term or len(terms) == 1]
 
     def backward(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
         """Differentiate one microbatch and add its sums. Return them, detached.

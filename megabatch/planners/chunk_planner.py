@@ -24,8 +24,8 @@ from megabatch.batching.inside_samples import (
 from megabatch.batching.samples import Batch, Batching, Length, Samples
 from megabatch.batching.tree import clone, each_leaf, to_device
 from megabatch.engine import random_state
+from megabatch.engine.by_loss import ByLoss
 from megabatch.engine.call import MicrobatchPlanner, MicrobatchStep, PreparedBatch, weights_of
-from megabatch.engine.ownership import ByLoss
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import (
     WEIGHT_TOLERANCE,

@@ -44,6 +44,7 @@ SOURCES = (  # the library files that decide the numbers
     "engine/agreement.py",
     "engine/call.py",
     "engine/coupled_loss.py",
+    "engine/divided_loss.py",
     "engine/divisors.py",
     "engine/random_state.py",
     "engine/update.py",
