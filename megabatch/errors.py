@@ -50,6 +50,12 @@ class ReplanError(MegabatchError):
     """Samples that need another microbatch limit: every rank chooses it anew, and begins its call again."""
 
 
+class PositionError(MegabatchError):
+    """Ranks are in different calls, perhaps since one of them has failed before."""
+
+    loses_update = True
+
+
 class LossContractError(MegabatchError, ValueError):
     """A broken loss contract: a loss returns a sum and the weight that divides it, and never divides."""
 

@@ -24,11 +24,12 @@ from megabatch.errors import (
     MegabatchError,
     MicrobatchLimit,
     PlanError,
+    PositionError,
     Shortage,
     in_one_line,
 )
 from megabatch.torch_private.process_groups import default_store, groups_of_process
-from megabatch.wrappers.mesh import DataRanks, PositionError
+from megabatch.wrappers.mesh import DataRanks
 
 NO_MEMORY = re.compile(  # where the type of an error does not say it
     r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"

@@ -7,12 +7,11 @@ the wrapper's own division. Gradients are therefore sums over data and context r
 import contextlib
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from megabatch.torch_private.autograd import (
     hooks_before_grad,
     own_of_parameter,
 )
-from megabatch.torch_private.classes import is_dtensor, is_partial
+from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.module_members import members_of_module
 from megabatch.torch_private.optimizers import optimizers_in_backward
 from megabatch.wrappers.gradients import WideGradients, refuse_float16
@@ -35,11 +34,8 @@ from megabatch.wrappers.mesh import DataRanks
 
 DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 Choice = tuple[str, str]  # a policy, "last", "every", "gather_once" or "replica_last", and why
-BUCKET_BYTES = 25 * 2**20  # of gradients that are summed together, as in DDP
-BUCKETS_IN_FLIGHT = 3
 MAX_COMPARED_CALLS = 8  # in which ranks compare each collective: a loss made anew for each call is always new
 END = -1  # in place of the number of a collective
-NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
 CHANGED = (
     "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
     "(and wrap the model anew) after such a change"
@@ -95,6 +91,8 @@ class Wrapper:
         self.collective_order = CollectiveOrder()
         self.index = 0  # among the models of a list, which share one order
         self._dtypes = [parameter.dtype for parameter in self.parameters]
+        # Tensor parallelism leaves parts of sums in DTensors, on one data rank too.
+        self._has_dtensors = any(map(is_dtensor, self.parameters))
         self.device = next(model.parameters()).device  # where the model expects its inputs
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks with further parts of the gradient, not in a DTensor
         self._wide = WideGradients(self.parameters, None)
@@ -207,11 +205,12 @@ class Wrapper:
 
     def finish_update(self) -> None:
         """Sum the gradients over ranks, after the last call of an update."""
+        if self.ranks.is_alone and not self._has_dtensors:
+            return
+        from megabatch.wrappers.rank_sums import sum_gradients
+
         with torch.no_grad():
-            self._agree_on_layouts()
-            gradients = [local(each.grad) for each in map(_replicated, self.parameters) if each.grad is not None]
-            for group in self.ranks.groups:
-                sum_over_ranks(gradients, group)
+            sum_gradients(self.parameters, self.ranks, self._wide)
 
     def discard(self) -> None:
         """Drop the state outside of ``p.grad`` that an update which failed half-way has left."""
@@ -222,19 +221,6 @@ class Wrapper:
         self._empty_dicts, self._filled_dicts = [each for each in dicts if not each], list(filter(None, dicts))
         self._members = [*chain.from_iterable(map(dict.values, self._filled_dicts))]
         self._all_parameters, self._walked_by = list(self._model.parameters()), id(self)
-
-    def _agree_on_layouts(self) -> None:
-        """Give all ranks gradients of one layout: zeros if only other ranks have one, dense if layouts differ."""
-        if self.ranks.num_weighing == 1:
-            return
-        layouts = self.ranks.exchange_numbers([_layout(parameter.grad) for parameter in self.parameters])
-        for parameter, *seen in zip(self.parameters, *layouts, strict=True):
-            found = {int(layout) for layout in seen} - {NO_GRADIENT}
-            sparse_dims = max(found) - DENSE if len(found) == 1 else 0
-            if found and parameter.grad is None:
-                parameter.grad = zeros_of(parameter, sparse_dims, self._wide.dtype_of(parameter))
-            elif parameter.grad is not None and parameter.grad.layout != torch.strided and not sparse_dims:
-                parameter.grad = parameter.grad.to_dense()
 
     def _refuse_sharded_policy(self, policy: str) -> None:
         if policy == "replica_last":
@@ -297,76 +283,3 @@ def foreign_hooks(parameter: nn.Parameter) -> list[str]:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, on the same memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def sum_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Add up tensors over the ranks of a group, in place: small ones together in buckets, as DDP does.
-
-    A bucket has one dtype and device. A tensor that fills one by itself, and a sparse one, is not copied.
-    """
-    begun: deque[tuple[list[Tensor], Tensor, dist.Work]] = deque()
-    for bucket in _buckets(tensors):
-        is_alone = len(bucket) == 1 and (bucket[0].layout != torch.strided or bucket[0].is_contiguous())
-        flat = bucket[0] if is_alone else torch.cat([each.reshape(-1) for each in bucket])
-        begun.append((bucket, flat, cast(dist.Work, dist.all_reduce(flat, group=group, async_op=True))))
-        if len(begun) == BUCKETS_IN_FLIGHT:
-            _end_sum(*begun.popleft())
-    while begun:
-        _end_sum(*begun.popleft())
-
-
-def _end_sum(bucket: list[Tensor], flat: Tensor, work: dist.Work) -> None:
-    work.wait()
-    if flat is bucket[0]:
-        return
-    parts = flat.split([each.numel() for each in bucket])
-    for tensor, part in zip(bucket, parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
-    """Yield tensors in their order, in lists of one dtype and device: `BUCKET_BYTES` at most, or one tensor."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
-    for tensor in tensors:
-        if tensor.layout != torch.strided or tensor.nbytes >= BUCKET_BYTES:
-            yield [tensor]
-            continue
-        kind = tensor.dtype, tensor.device
-        bucket = open_buckets.setdefault(kind, [])
-        if num_bytes[kind] + tensor.nbytes > BUCKET_BYTES:
-            yield bucket.copy()
-            bucket.clear()
-            num_bytes[kind] = 0
-        bucket.append(tensor)
-        num_bytes[kind] += tensor.nbytes
-    yield from filter(None, open_buckets.values())
-
-
-def _layout(gradient: Tensor | None) -> int:
-    """Return `NO_GRADIENT`, `DENSE`, or for a sparse gradient (COO) `DENSE` plus its number of sparse dimensions."""
-    if gradient is None:
-        return NO_GRADIENT
-    return DENSE + (gradient.sparse_dim() if gradient.layout == torch.sparse_coo else 0)
-
-
-def zeros_of(parameter: nn.Parameter, sparse_dims: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros for a gradient, dense, or sparse in the first ``sparse_dims`` dimensions."""
-    if not sparse_dims:
-        return torch.zeros_like(parameter, dtype=dtype)
-    index = torch.empty(sparse_dims, 0, dtype=torch.int64, device=parameter.device)
-    values = torch.empty(0, *parameter.shape[sparse_dims:], dtype=dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(
-        index, values, parameter.shape, device=parameter.device, check_invariants=True, is_coalesced=True
-    )
-
-
-def _replicated(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter, and sum its gradient if that is a partial DTensor.
-
-    Sequence parallelism leaves partial gradients in norm layers. Without this, each reader would sum them again.
-    """
-    gradient = parameter.grad
-    if is_dtensor(gradient) and any(map(is_partial, gradient.placements)):
-        parameter.grad = gradient.redistribute(placements=cast(Any, parameter.data).placements)
-    return parameter

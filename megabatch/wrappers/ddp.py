@@ -28,10 +28,11 @@ from megabatch.torch_private.ddp_reducer import (
 )
 from megabatch.torch_private.operations import is_fake
 from megabatch.torch_private.process_groups import num_begun
-from megabatch.wrappers.base import Choice, Wrapper, stranding, zeros_of
+from megabatch.wrappers.base import Choice, Wrapper, stranding
 from megabatch.wrappers.checks import check_ddp_precision
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
+from megabatch.wrappers.rank_sums import zeros_of
 
 # torch's own hooks that average over the ranks as DDP does. The float16 hook is left out: a loss that is divided by its
 # weight has small gradients, which float16 rounds to zero.

@@ -24,12 +24,13 @@ from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1
 from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.process_groups import root_mesh
-from megabatch.wrappers.base import END, Choice, Wrapper, local, sum_over_ranks
+from megabatch.wrappers.base import END, Choice, Wrapper, local
 from megabatch.wrappers.checks import checksum, find_dispatches, refuse_unknown
 from megabatch.wrappers.exact_gradients import ExactGradients
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
+from megabatch.wrappers.rank_sums import agree_on_layouts, sum_over_ranks
 
 SAMPLE_AXES = (*DATA_AXES, EXPERT_AXIS)  # ranks along these see different samples
 SHARING_AXES = (*CONTEXT_AXES, "tp", "pp")  # ranks along these see the same samples
@@ -96,7 +97,7 @@ class ExpertParallelWrapper(Wrapper):
         """Sum the gradients of experts over their copies, and all others over all data ranks."""
         self.collective_order.reset()
         with torch.no_grad():
-            self._agree_on_layouts()
+            agree_on_layouts(self.parameters, self.ranks, self._wide)
             with_gradient = [parameter for parameter in self.parameters if parameter.grad is not None]
             experts = [local(_gradient(each)) for each in with_gradient if is_expert(each)]
             others = [_gradient(each) for each in with_gradient if not is_expert(each)]

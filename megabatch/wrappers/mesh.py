@@ -1,7 +1,6 @@
 """Names of mesh axes, and the ranks that see different samples with the small messages between them."""
 
 import contextlib
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch.errors import MegabatchError, PlanError
+from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.process_groups import groups_of_process, num_begun
 
@@ -25,14 +24,6 @@ AXES = (*DATA_AXES, *CONTEXT_AXES, *MODEL_AXES, EXPERT_AXIS)
 VERBS = (
     "no call", "forward_backward()", "finalize()", "forward()", "evaluate()", "open()", "microbatch()",
 )  # fmt: skip
-HEADER_SIZE = 6
-MESSAGE_SIZE = 48  # numbers of a message, with its header; a longer one has the size of its numbers
-
-
-class PositionError(MegabatchError):
-    """Ranks are in different calls, perhaps since one of them has failed before."""
-
-    loses_update = True
 
 
 @dataclass
@@ -48,42 +39,6 @@ class CallPosition:
     update: int = 0  # closed updates
     call: int = 0  # calls of forward_backward in the open update
     num_discarded: int = 0
-
-    def header(self) -> list[float]:
-        """Return the position as numbers, with the rank of this process first."""
-        verb = VERBS.index(self.verb)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return [*map(float, (rank, self.accumulator, verb, self.update, self.call, self.num_discarded))]
-
-
-def check_positions(headers: Sequence[Sequence[float]], num_ranks: int) -> None:
-    """Raise `PositionError` if ranks are in different calls.
-
-    The error is broadcast if ``headers`` are of fewer than ``num_ranks`` ranks, since the others may not see it.
-    """
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, *numbers in {tuple(header): None for header in headers}:  # a rank's may come several times
-        ranks.setdefault(tuple(map(int, numbers)), []).append(int(rank))
-    if len(ranks) == 1:
-        return
-    discards = {position[-1] for position in ranks}
-    accumulators = {position[0] for position in ranks}
-    places: list[str] = []
-    for (accumulator, verb, update, call, num_discarded), members in ranks.items():
-        names = f"rank {members[0]} is" if len(members) == 1 else f"ranks {', '.join(map(str, sorted(members)))} are"
-        place = f"{names} in {VERBS[verb]} of update {update}"
-        if VERBS[verb] == "forward_backward()":
-            place = f"{names} in {VERBS[verb]}, call {call} of update {update}"
-        if len(accumulators) > 1:
-            place += f" of accumulator {accumulator}"
-        if len(discards) > 1:
-            place += f" after {num_discarded} discarded"
-        places.append(place)
-    error = PositionError(
-        f"{'; '.join(places)}; make the same calls of an accumulator on every rank, with [] where a rank has no samples"
-    )
-    error.strands_others = sum(map(len, ranks.values())) < num_ranks
-    raise error
 
 
 def check_axes(mesh: DeviceMesh) -> None:
@@ -124,8 +79,7 @@ class DataRanks:
     num_weighing: int = field(init=False)  # ranks that see different targets: weights are summed over them
     num_all: int = field(init=False)  # with the ranks that hold other parts of the model
     is_alone: bool = field(init=False)  # no other rank works on the update
-    _cpu_groups: list[dist.ProcessGroup] = field(init=False, repr=False)
-    _sent_positions: list[tuple[Any, list[Tensor]]] = field(init=False, repr=False, default_factory=list, compare=False)
+    _messages: Any = field(init=False, repr=False, compare=False, default=None)  # None with one rank
 
     def __post_init__(self) -> None:
         self.data_groups, self.context_groups, self.tensor_groups, self.pipeline_groups = (
@@ -139,7 +93,10 @@ class DataRanks:
         self.num_weighing = self.degree * self.context_degree
         self.num_all = prod(group.size() for group in all_groups)
         self.is_alone = not all_groups
-        self._cpu_groups = [_cpu_group(group) for group in all_groups]
+        if all_groups:
+            from megabatch.wrappers.messages import RankMessages
+
+            self._messages = RankMessages(all_groups, self.num_all)
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "DataRanks":
@@ -180,21 +137,14 @@ class DataRanks:
 
         Raises `MegabatchError` on all ranks if they are in different calls.
         """
-        if not self._cpu_groups:
+        if self._messages is None:
             return [list(numbers)]
         row = torch.tensor([numbers], dtype=torch.float64, device="cpu").reshape(1, -1)
-        return self._exchange(row).tolist()
+        return self._messages.exchange(row, self.position).tolist()
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Return every rank's object, in the order of the rows of `exchange_numbers`."""
-        if not self._cpu_groups:
-            return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for (size,) in self.exchange_numbers([len(data)])]
-        padded = torch.zeros(1, max(sizes), dtype=torch.uint8, device="cpu")
-        padded[0, : len(data)] = data
-        rows = _gather(padded, self._cpu_groups)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        return [value] if self._messages is None else self._messages.exchange_objects(value, self.position)
 
     def gather_report(self, numbers: Tensor) -> Tensor:
         """Return the report of all ranks that see different targets at the end of an update: [n] -> [num_weighing, n].
@@ -202,65 +152,28 @@ class DataRanks:
         This takes one message between devices. On the CPU it raises `MegabatchError` if ranks are in different calls.
         On a device the host does not wait, so it sends its position, and the first message of another call raises.
         """
-        if self.is_alone:
+        if self._messages is None:
             return numbers[None]
         if numbers.device.type != "cpu":
             self.send_position()
             return self.gather_on_device(numbers)
-        rows = self._exchange(numbers[None])
+        rows = self._messages.exchange(numbers[None], self.position)
         return rows[self._model_rank * self.num_weighing :][: self.num_weighing]
 
     def send_position(self) -> None:
-        """Send this rank's position to the other hosts, and do not wait. The next message compares what has come.
-
-        A host in another call takes part in these messages with its first one. It would never take part in those
-        between devices.
-        """
-        self._compare_sent_positions()
-        rows = torch.zeros(1, MESSAGE_SIZE, dtype=torch.float64, device="cpu")
-        rows[0, :HEADER_SIZE] = torch.tensor(self.position.header(), dtype=torch.float64, device="cpu")
-        for group in self._cpu_groups:
-            parts = [torch.empty_like(rows) for _ in range(group.size())]
-            work = dist.all_gather(parts, rows, group=group, async_op=True)
-            self._sent_positions.append((work, parts))
-            # As many rows as a message has that was gathered over the groups before.
-            rows = rows.repeat(group.size(), 1)
-
-    def _compare_sent_positions(self) -> None:
-        sent, self._sent_positions = self._sent_positions, []
-        for work, _ in sent:
-            work.wait()
-        for _, parts in sent:
-            check_positions(torch.cat(parts)[:, :HEADER_SIZE].tolist(), self.num_all)
+        """Send this rank's position to the other hosts, and do not wait. The next message compares what has come."""
+        self._messages.send_position(self.position)
 
     def gather_on_device(self, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks that see different targets: [n] -> [num_weighing, n].
 
         This takes one message between devices. The host does not wait.
         """
-        return _gather(numbers[None], self.groups)
-
-    def _exchange(self, row: Tensor) -> Tensor:
-        """Return the rows of all ranks, compared by their positions: [1, n] -> [num_all, n]."""
-        self._compare_sent_positions()
-        size = row.shape[1]
-        rows = torch.zeros(1, max(MESSAGE_SIZE, HEADER_SIZE + size), dtype=torch.float64, device="cpu")
-        rows[0, :HEADER_SIZE] = torch.tensor(self.position.header(), dtype=torch.float64, device="cpu")
-        rows[0, HEADER_SIZE : HEADER_SIZE + size] = row
-        # Compared after the last group, so that no rank waits for one that has raised before.
-        rows = _gather(rows, self._cpu_groups)
-        check_positions(rows[:, :HEADER_SIZE].tolist(), self.num_all)
-        return rows[:, HEADER_SIZE : HEADER_SIZE + size]
+        return gather_rows(numbers[None], self.groups)
 
 
-def num_collectives() -> int | None:
-    """Return the number of collectives that this process has begun. None if a backend does not count them."""
-    with contextlib.suppress(RuntimeError):
-        return sum(map(num_begun, groups_of_process()))
-    return None
-
-
-def _gather(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def gather_rows(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Return the rows of all ranks of some groups: [1, n] -> [ranks, n]."""
     for group in groups:
         parts = [torch.empty_like(rows) for _ in range(group.size())]
         dist.all_gather(parts, rows, group=group)
@@ -268,10 +181,8 @@ def _gather(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     return rows
 
 
-def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group itself if it carries CPU tensors, else a new gloo group of the same ranks."""
-    if "cpu:" in dist.get_backend_config(group):
-        return group
-    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)  # this rank is one of its ranks
-    return made
+def num_collectives() -> int | None:
+    """Return the number of collectives that this process has begun. None if a backend does not count them."""
+    with contextlib.suppress(RuntimeError):
+        return sum(map(num_begun, groups_of_process()))
+    return None

@@ -62,7 +62,9 @@ SOURCES = (  # the library files that decide the numbers
     "wrappers/fsdp2.py",
     "wrappers/gradients.py",
     "wrappers/mesh.py",
+    "wrappers/messages.py",
     "wrappers/multi_model.py",
+    "wrappers/rank_sums.py",
 )
 VERSIONS = {
     "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
