@@ -24,10 +24,10 @@ from megabatch.engine.call import (
     iterate_steps,
     with_dummies,
 )
-from megabatch.engine.error_broadcast import ErrorBroadcast, agreeing, is_out_of_memory, mark_known, out_of_memory_error
+from megabatch.engine.error_kinds import is_out_of_memory, mark_known
 from megabatch.engine.extension import Call, Extension, Extensions
 from megabatch.engine.guards.loss_trial import LossTrial
-from megabatch.engine.guards.oom_retry import OOMRetry
+from megabatch.engine.guards.memory_guard import MemoryGuard
 from megabatch.engine.guards.receipts import Receipt, check_unmoved
 from megabatch.engine.ownership import Ownership
 from megabatch.engine.update import NOT_OPEN, OpenUpdate, Update, add_terms
@@ -51,7 +51,6 @@ from megabatch.planners.built_in import (
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel, Plan
 from megabatch.planning.planner import Planner
-from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import clip_gradients, drop_gradients, no_float16_autocast, scale_gradients
 from megabatch.wrappers.mesh import num_collectives
@@ -138,15 +137,14 @@ class GradientAccumulator:
         self._wide = choice.new_gradients(wrapper.parameters, accumulate_dtype)
         wrapper.accumulate_in(self._wide)
         policy = choose_policy(wrapper, sync)
-        # Ranks with other models or settings would sum one parameter's gradient into another's.
-        check_rank_agreement(wrapper, policy[0], accumulate_dtype, choice.common_settings)
+        self._guard = MemoryGuard(ranks)
+        if not ranks.is_alone:
+            from megabatch.engine.agreement import join_ranks
+
+            self._guard = join_ranks(wrapper, policy[0], accumulate_dtype, choice.common_settings)
         inner.pad = self._padding = Padding(wrapper.models, inner.pad.fills)
         self.planner = new_planner(*choice.limits, inner, length, policy, ranks, choice.known_cost, choice.fit)
         attached = choice.extensions(Parts(model, wrapper, self._wide, self.planner))
-        # A rank that runs out of memory inside a collective must tell those that wait for it.
-        self._error_broadcast = None if ranks.is_alone else ErrorBroadcast(ranks, wrapper.device)
-        if self._error_broadcast is not None:
-            ranks.position.accumulator = self._error_broadcast.number
         with self.guarded():
             batching.check_model(wrapper, choice.limits)
         self._trial = LossTrial(wrapper, self._padding)
@@ -298,7 +296,7 @@ class GradientAccumulator:
         self.ranks.position.verb = "open()"
         from megabatch.engine.agreement import agree_on_weights
 
-        with self.guarded("open()"), agreeing():
+        with self.guarded("open()"), self._guard.agreeing():
             told = agree_on_weights(self.ranks, weights, failure)
         self.planner.check_told(told)
         opened = self._begin(self._new_update(self._wrapper))
@@ -455,6 +453,8 @@ class GradientAccumulator:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            from megabatch.engine.guards.oom_retry import OOMRetry
+
             retry = OOMRetry(call.prepared, call.hooks.weigh, wrapper, opened, takes_divisor=call.takes_divisor)
             run_in_parts = retry.prepare_parts(step, error, before, num_sent, run)
         sums = run_in_parts()  # out of the handler, which keeps the failed graph in memory
@@ -523,12 +523,11 @@ class GradientAccumulator:
             failure = error  # the other ranks must know
         if not isinstance(self._open, LoopUpdate):
             sync, _ = self.planner.choice
-            loop = open_loop(self._wrapper, self._ownership, self._error_broadcast, sync, request, failure)
+            loop = open_loop(self._wrapper, self._ownership, self._guard, sync, request, failure)
             self._begin(loop).begin_call(sync, loop.of)
         loop = cast(LoopUpdate, self._open)
         try:
-            others = self._error_broadcast
-            with contextlib.nullcontext() if others is None else others.listening(f"microbatch {index} of {of}"):
+            with self._guard.surround_body(f"microbatch {index} of {of}"):
                 if request is None:
                     raise cast(Exception, failure)
                 loop.check_next(index, request.of)
@@ -606,7 +605,7 @@ class GradientAccumulator:
         except Exception as error:  # it may come of a batch that could not be prepared
             failure, prepared = failure or error, None
         try:
-            with agreeing():
+            with self._guard.agreeing():
                 agreement = agree_on_call(wrapper, prepared, failure, partial(self._recall, loss_fn))
         except MegabatchError as error:
             if error.loses_update:  # found on any rank: the gradients no longer belong to this update
@@ -632,22 +631,12 @@ class GradientAccumulator:
         self._open = opened
         return opened
 
-    @contextlib.contextmanager
-    def guarded(self, verb: str | None = None) -> Generator[None]:
+    def guarded(self, verb: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Surround code that may fail while other ranks wait: they raise a one-line error, too.
 
         Running out of memory is always told, and within a call, a ``verb``, any error.
         """
-        if self._error_broadcast is not None:
-            with self._error_broadcast.listening(verb):
-                yield
-            return
-        try:
-            yield
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise out_of_memory_error(error, self.ranks) from error
-            raise
+        return self._guard.listening(verb)
 
     @property
     def can_add(self) -> bool:
@@ -749,7 +738,7 @@ class GradientAccumulator:
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
         """Close an update: reduce its gradient, then apply the missing factor and the clip."""
-        with agreeing():
+        with self._guard.agreeing():
             update, factor = opened.close(weight, max_norm)
         parameters, groups = self._wrapper.parameters, self._wrapper.norm_groups
         # No weight on any rank: zeros would still let momentum and weight decay move the parameters.

@@ -20,7 +20,7 @@ from megabatch.autotune.memory import (
 from megabatch.engine.agreement import first_failure
 from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned, iterate_steps
 from megabatch.engine.divided_loss import LossRun
-from megabatch.engine.error_broadcast import is_out_of_memory, rank_of_process, whoever_runs
+from megabatch.engine.error_kinds import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
 from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of

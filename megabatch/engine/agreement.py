@@ -1,18 +1,22 @@
-"""The ranks' agreement on a call, and on the weights of an update: a single process imports none of it."""
+"""The ranks' agreement on an accumulator, a call and the weights of an update: a single process imports none of it."""
 
 import math
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import clone
 from megabatch.engine.call import MAX_WEIGHED_TERMS, CallAgreement, PreparedBatch
-from megabatch.engine.error_broadcast import is_out_of_memory
+from megabatch.engine.error_broadcast import ErrorBroadcast
+from megabatch.engine.error_kinds import is_out_of_memory
 from megabatch.errors import LossContractError, MegabatchError, PlanError, ReplanError
 from megabatch.losses.contract import counted_weights
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
+from megabatch.wrappers.rank_agreement import check_rank_agreement
 
 REPLAN = (False, False, "the samples need another microbatch limit")  # what a rank tells of a `ReplanError`
 
@@ -200,3 +204,15 @@ def agree_on_weights(ranks: DataRanks, weights: object, failure: Exception | Non
                 "weights of the whole samples that they share"
             )
     return dict(zip(own, map(math.fsum, zip(*(row[2:] for row in rows[: ranks.degree]), strict=True)), strict=False))
+
+
+def join_ranks(wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None, planner: str) -> ErrorBroadcast:
+    """Compare the model and the settings of all ranks. Return what tells them an error of one. Collective.
+
+    Ranks with other models or settings would sum one parameter's gradient into another's. A rank that runs out of
+    memory inside a collective must tell those that wait for it.
+    """
+    check_rank_agreement(wrapper, policy, accumulate_dtype, planner)
+    broadcast = ErrorBroadcast(wrapper.ranks, wrapper.device)
+    wrapper.ranks.position.accumulator = broadcast.number
+    return broadcast

@@ -20,7 +20,7 @@ from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import to_device
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps, with_dummies
-from megabatch.engine.error_broadcast import agreeing, is_out_of_memory
+from megabatch.engine.error_kinds import agreeing, is_out_of_memory
 from megabatch.engine.random_state import RandomState
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, PlanError, in_one_line

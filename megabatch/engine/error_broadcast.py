@@ -10,15 +10,23 @@ frozen, so only threads use it, and each wait for them has a time limit.
 
 import contextlib
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
+from megabatch.engine.error_kinds import (
+    agreeing,
+    is_known_to_all,
+    is_of_message,
+    is_out_of_memory,
+    mark_known,
+    out_of_memory_error,
+    whoever_runs,
+)
+from megabatch.engine.guards.memory_guard import MemoryGuard
 from megabatch.errors import (
     LossContractError,
     MegabatchError,
@@ -31,13 +39,6 @@ from megabatch.errors import (
 from megabatch.torch_private.process_groups import default_store, groups_of_process
 from megabatch.wrappers.mesh import DataRanks
 
-NO_MEMORY = re.compile(  # where the type of an error does not say it
-    r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"
-    r"|(CUDA|HIP|XPU)( driver)? error: out of memory|Triton Error \[\w+\]: out of memory"
-    r"|\b(CU|HIP)\w+_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"
-    r"|miopenStatusAllocFailed|(cuda|hip) failure:? ?\d* ?'out of memory'",  # the last of NCCL and RCCL
-    re.IGNORECASE,
-)
 NUMBER, TOLD, HEARD = "megabatch: broadcasts", "megabatch: told", "megabatch: heard"  # keys of the store
 KINDS: dict[str, type[MegabatchError]] = {"loss": LossContractError, "plan": PlanError}  # others: MegabatchError
 STORE_FAILS = (RuntimeError, ValueError)  # it went away with the rank that held it, or with the process group
@@ -47,14 +48,15 @@ SECONDS_TO_HEAR = 5.0  # which a rank gives the others before it leaves, since t
 SECONDS_TO_WAKE = 3.0  # after which a collective that has not broken by itself is aborted
 
 
-class ErrorBroadcast:
+class ErrorBroadcast(MemoryGuard):
     """Sends this rank's error to the other ranks, which raise it within `SECONDS_TO_HEAR`, wherever they wait.
 
     The constructor is collective and exchanges one small message. Ranks of other groups in the job do not hear it.
     """
 
     def __init__(self, ranks: DataRanks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
+        super().__init__(ranks)
+        self._device = device
         self._heard: str | None = None  # the received message
         self._is_listening = False
         self._num_survived = 0  # errors of bodies that ranks have told each other, after which a program may go on
@@ -94,6 +96,14 @@ class ErrorBroadcast:
                 self._has_ended(listener)
         if self._heard is not None:
             raise self._stop_with(self._heard)
+
+    def surround_body(self, body: str) -> contextlib.AbstractContextManager[None]:
+        """Surround code of the user's: the other ranks are told any error in it."""
+        return self.listening(body)
+
+    def agreeing(self) -> contextlib.AbstractContextManager[None]:
+        """Surround an exchange between ranks whose outcome is an error on all of them, or on none."""
+        return agreeing()
 
     def check(self) -> None:
         """Raise the `MegabatchError` of another rank that has told its error by now."""
@@ -215,98 +225,8 @@ class ErrorBroadcast:
         return store
 
 
-def mark_known(error: BaseException) -> None:
-    """Mark an error that every rank raises or has been told: nobody tells it again."""
-    # A class with slots takes no attribute.
-    with contextlib.suppress(AttributeError):
-        cast(Any, error).is_known_to_all_ranks = True
-
-
-def is_known_to_all(error: BaseException) -> bool:
-    """Return True for an error that `mark_known` has marked."""
-    return getattr(error, "is_known_to_all_ranks", False)
-
-
-@contextlib.contextmanager
-def agreeing() -> Generator[None]:
-    """Surround an exchange between ranks whose outcome is an error on all of them, or on none."""
-    try:
-        yield
-    except Exception as error:
-        if not is_of_message(error) and not is_out_of_memory(error) and not isinstance(error, PositionError):
-            mark_known(error)
-        raise
-
-
 def _kind_of(error: Exception) -> str:
     return next((name for name, kind in KINDS.items() if isinstance(error, kind)), "")
-
-
-@contextlib.contextmanager
-def guard_memory(ranks: DataRanks, device: torch.device) -> Generator[None]:
-    """Surround code that may run out of memory: raise a one-line error, on all ranks that wait for this one."""
-    if not ranks.is_alone:
-        with ErrorBroadcast(ranks, device).listening():
-            yield
-        return
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise out_of_memory_error(error, ranks) from error
-        raise
-
-
-def out_of_memory_error(error: Exception, ranks: DataRanks) -> MegabatchError:
-    """Return the error of what ran out of memory where no microbatch can be named, or none be run again."""
-    process, cause = whoever_runs(ranks.num_all), in_one_line(_first_cause(error))
-    where = "beside a microbatch's forward and backward" if ranks.is_alone else "where ranks wait for each other"
-    change = "give smaller microbatches, or shard the model over more ranks"
-    failure = MegabatchError(f"{process} ran out of memory {where}; {change} ({cause})")
-    failure.shortage = Shortage(rank_of_process(), (), None)
-    return failure
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for a failed allocation, on a device or on the CPU, that is not yet a `MegabatchError`.
-
-    This looks at the first cause, since torch's pipeline schedules wrap errors.
-    """
-    first = _first_cause(error)
-    if not isinstance(error, RuntimeError):
-        return False
-    if isinstance(first, torch.AcceleratorError):
-        return "out of memory" in str(first)
-    return isinstance(first, torch.OutOfMemoryError) or NO_MEMORY.search(str(first)) is not None
-
-
-def is_of_backend(error: BaseException) -> bool:
-    """Return True for an error of a message between ranks, which may have been half sent."""
-    return isinstance(_first_cause(error), dist.DistBackendError)
-
-
-def is_of_message(error: BaseException) -> bool:
-    """Return True for an error of a message between ranks, which may be the consequence of another rank's error."""
-    first = _first_cause(error)
-    return isinstance(first, dist.DistError) or (isinstance(first, RuntimeError) and "gloo" in str(first))
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    visited = {id(error)}
-    while (cause := error.__cause__) is not None and id(cause) not in visited:
-        visited.add(id(cause))
-        error = cause
-    return error
-
-
-def rank_of_process() -> int:
-    """Return the rank of this process in the job, 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def whoever_runs(num_ranks: int) -> str:
-    """Return the name of this process for an error."""
-    return f"rank {dist.get_rank()} of {dist.get_world_size()}" if num_ranks > 1 else "this process"
 
 
 def _store_of_process() -> Any:  # torch's stubs leave out clone()

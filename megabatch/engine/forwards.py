@@ -11,7 +11,7 @@ from megabatch.batching.sample_outputs import split_outputs
 from megabatch.batching.samples import Batch, Microbatch
 from megabatch.engine import random_state
 from megabatch.engine.call import MicrobatchStep, PreparedBatch, agree_on_call, iterate_steps, with_dummies
-from megabatch.engine.error_broadcast import agreeing
+from megabatch.engine.error_kinds import agreeing
 from megabatch.engine.guards.graph_on_demand import GraphOnDemand
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megabatch.engine.agreement import first_failure
 from megabatch.engine.call import CallAgreement, MicrobatchStep
-from megabatch.engine.error_broadcast import ErrorBroadcast, agreeing
+from megabatch.engine.error_kinds import agreeing
 from megabatch.engine.guards.backward_count import BackwardCount
+from megabatch.engine.guards.memory_guard import MemoryGuard
 from megabatch.engine.ownership import Ownership
 from megabatch.engine.update import OpenUpdate, Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_count
@@ -182,7 +183,7 @@ def check_first(gradient: Any, wrapper: Wrapper, index: int) -> None:
 
 
 def open_loop(
-    wrapper: Wrapper, ownership: Ownership, broadcast: ErrorBroadcast | None, policy: str,
+    wrapper: Wrapper, ownership: Ownership, guard: MemoryGuard, policy: str,
     request: LoopRequest | None, failure: MegabatchError | None,
 ) -> "LoopUpdate":  # fmt: skip
     """Return a new update of `microbatch`, on which the ranks have agreed."""
@@ -195,19 +196,19 @@ def open_loop(
         failure = failure or error
     with agreeing():
         request, agreement = agree_on_loop(wrapper, request, failure)
-    return LoopUpdate(wrapper, ownership, broadcast, policy, request, agreement)
+    return LoopUpdate(wrapper, ownership, guard, policy, request, agreement)
 
 
 class LoopUpdate(OpenUpdate):
     """An update whose microbatches a loop of the user's runs, in the order of their index."""
 
     def __init__(
-        self, wrapper: Wrapper, ownership: Ownership, broadcast: ErrorBroadcast | None, policy: str,
+        self, wrapper: Wrapper, ownership: Ownership, guard: MemoryGuard, policy: str,
         request: LoopRequest, agreement: LoopAgreement,
     ) -> None:  # fmt: skip
         super().__init__(wrapper)
         self.divisor, self.of = agreement.divisor, agreement.of
-        self.wrapper, self._ownership, self._broadcast = wrapper, ownership, broadcast
+        self.wrapper, self._ownership, self._guard = wrapper, ownership, guard
         self._policies = policies_of_call(policy, self.of)
         self._scaler: torch.amp.GradScaler | None = None
         self._scaler_state: tuple[Any, ...] = ()
@@ -258,8 +259,7 @@ class LoopUpdate(OpenUpdate):
 
     def hear_errors(self) -> None:
         """Raise the error of another rank whose loop has failed, instead of waiting for it."""
-        if self._broadcast is not None:
-            self._broadcast.check()
+        self._guard.check()
 
     @contextlib.contextmanager
     def run(self, index: int, request: LoopRequest) -> Generator["LoopMicrobatch"]:

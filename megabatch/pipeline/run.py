@@ -22,7 +22,7 @@ from megabatch.batching.samples import Microbatch
 from megabatch.engine import random_state
 from megabatch.engine.agreement import first_failure
 from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps
-from megabatch.engine.error_broadcast import is_out_of_memory
+from megabatch.engine.error_kinds import is_out_of_memory
 from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import (

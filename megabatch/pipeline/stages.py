@@ -20,7 +20,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.batching.pad_to_shape import Inputs, Shape, difference, meta_tensors
-from megabatch.engine.error_broadcast import is_of_message, is_out_of_memory
+from megabatch.engine.error_kinds import is_of_message, is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.pipeline.tied import TiedParameters
 from megabatch.planning.partition import MOST_STEPS

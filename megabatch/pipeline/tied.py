@@ -14,8 +14,8 @@ from torch import nn
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.wrappers.base import local
-from megabatch.wrappers.checks import checksum
 from megabatch.wrappers.mesh import DataRanks
+from megabatch.wrappers.rank_agreement import checksum
 
 
 class TiedCopy(NamedTuple):

@@ -67,9 +67,9 @@ from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import agreement_of_stages, messages_of_stages
 from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.base import Wrapper, local
-from megabatch.wrappers.checks import checksum
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import WideGradients, clip_gradients, drop_gradients
+from megabatch.wrappers.rank_agreement import checksum
 
 NUM_DISTINCT = 2  # microbatches, of which every other one repeats the first backward or the second forward
 INPUTS = "inputs"  # kind of an action of a pipeline: a microbatch is brought to the device

@@ -29,7 +29,6 @@ from megabatch.torch_private.ddp_reducer import (
 from megabatch.torch_private.operations import is_fake
 from megabatch.torch_private.process_groups import num_begun
 from megabatch.wrappers.base import Choice, Wrapper, stranding
-from megabatch.wrappers.checks import check_ddp_precision
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
 from megabatch.wrappers.rank_sums import zeros_of
@@ -324,3 +323,11 @@ def _node_of(parameter: nn.Parameter) -> Any:
     """Return the autograd node that accumulates the parameter's gradient."""
     with torch.enable_grad():
         return cast(Any, parameter.view_as(parameter)).grad_fn.next_functions[0][0]
+
+
+def check_ddp_precision(ddp: DistributedDataParallel) -> None:
+    """Refuse what makes DDP reduce in another dtype than the parameter's."""
+    if cast(Any, ddp).mixed_precision is not None:
+        raise PlanError(
+            "DDP's mixed_precision is not supported; use torch.autocast in the loss, or bfloat16 parameters"
+        )

@@ -19,14 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
-from megabatch.torch_private.fsdp2_groups import param_groups
 from megabatch.torch_private.module_members import original_of
 from megabatch.torch_private.process_groups import root_mesh
 from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper, trainable
 from megabatch.wrappers.checks import check_dtensors, check_tied, refuse_foreign, refuse_torchscript, refuse_unknown
-from megabatch.wrappers.ddp import DDPWrapper
 from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, is_expert
-from megabatch.wrappers.multi_model import MultiModelWrapper
 
 POLICIES = ("auto", "last", "every", "gather_once", "replica_last")
 Models = nn.Module | Sequence[nn.Module]
@@ -68,7 +65,11 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
     wrappers = [wrapper_of_one(each, mesh) for each in trained]
     frozen = [each for each in models if not trainable(each)]
-    return MultiModelWrapper(wrappers, frozen) if len(models) > 1 else wrappers[0]
+    if len(models) == 1:
+        return wrappers[0]
+    from megabatch.wrappers.multi_model import MultiModelWrapper
+
+    return MultiModelWrapper(wrappers, frozen)
 
 
 def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
@@ -81,6 +82,8 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
 
         return expert_parallel.wrapper_of_experts(model, wrapper, mesh)
     if isinstance(wrapper, DistributedDataParallel):
+        from megabatch.wrappers.ddp import DDPWrapper
+
         group = wrapper.process_group
         assert isinstance(group, dist.ProcessGroup)
         return DDPWrapper(model, wrapper, _ranks([group], mesh, None))
@@ -92,7 +95,7 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
         from megabatch.wrappers import fsdp2  # as well
 
         groups = fsdp2.reducing_groups(model, modules)
-        own = param_groups(modules)[0].mesh_info.mesh
+        own = fsdp2.param_groups(modules)[0].mesh_info.mesh
         return fsdp2.FSDP2Wrapper(model, modules, _ranks(groups, mesh, _root(own)))
     refuse_unknown(wrapper)
     check_dtensors(wrapper)

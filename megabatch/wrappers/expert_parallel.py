@@ -25,11 +25,12 @@ from megabatch.torch_private.classes import is_dtensor, is_fsdp1
 from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.process_groups import root_mesh
 from megabatch.wrappers.base import END, Choice, Wrapper, local
-from megabatch.wrappers.checks import checksum, find_dispatches, refuse_unknown
+from megabatch.wrappers.checks import find_dispatches, refuse_unknown
 from megabatch.wrappers.exact_gradients import ExactGradients
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
+from megabatch.wrappers.rank_agreement import checksum
 from megabatch.wrappers.rank_sums import agree_on_layouts, sum_over_ranks
 
 SAMPLE_AXES = (*DATA_AXES, EXPERT_AXIS)  # ranks along these see different samples

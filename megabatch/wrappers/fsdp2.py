@@ -5,9 +5,10 @@ the same gradient.
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -33,8 +34,7 @@ from megabatch.torch_private.fsdp2_groups import (
 )
 from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper, stranding
-from megabatch.wrappers.checks import check_precision, check_wide
-from megabatch.wrappers.gradients import WideGradients
+from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
 UNREDUCED = (
@@ -245,3 +245,36 @@ def groups_of_info(info: Any) -> list[dist.ProcessGroup]:
     """Return the process groups over which FSDP2 reduces a group of parameters."""
     names = ("shard_process_group", "replicate_process_group")
     return [getattr(info, name) for name in names if hasattr(info, name)]
+
+
+def check_precision(modules: Sequence[Any], trainable: list[nn.Parameter]) -> None:
+    """Refuse where FSDP2 would accumulate gradients in a coarser dtype than the parameters'."""
+    own = {parameter.dtype for parameter in trainable}
+    for module in modules:
+        policy = fsdp_policy(module)
+        refuse_float16((f"FSDP2's {name}", getattr(policy, name)) for name in ("param_dtype", "reduce_dtype"))
+        used = policy.reduce_dtype or policy.param_dtype
+        if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in own):
+            raise PlanError(
+                f"FSDP2 would accumulate and reduce gradients in {used}, coarser than the parameters; "
+                "give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+
+
+def check_wide(modules: Sequence[Any], wide: WideGradients, trainable: list[nn.Parameter]) -> None:
+    """Refuse where FSDP2 would reduce in a coarser dtype than gradients are to be added in."""
+    policies = map(fsdp_policy, modules)
+    check_reduction(wide, trainable, [policy.reduce_dtype or policy.param_dtype for policy in policies])
+
+
+def check_reduction(
+    wide: WideGradients, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]
+) -> None:
+    """Refuse a wrapper that reduces in a coarser dtype than ``wide``. None in ``dtypes`` is the parameter's own."""
+    own = [parameter.dtype for parameter in parameters]
+    for used in {each or mine for each in dtypes for mine in own} if wide.widens else ():
+        if torch.finfo(used).eps > torch.finfo(wide.dtype or used).eps:
+            raise PlanError(
+                f"accumulate_dtype is {wide.dtype} but FSDP2 reduces gradients in {used}; "
+                f"give MixedPrecisionPolicy(reduce_dtype={wide.dtype})"
+            )

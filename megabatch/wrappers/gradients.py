@@ -92,19 +92,6 @@ class WideGradients:
             parameter.grad = parameter.grad.to(self.dtype)
 
 
-def check_reduction(
-    wide: WideGradients, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]
-) -> None:
-    """Refuse a wrapper that reduces in a coarser dtype than ``wide``. None in ``dtypes`` is the parameter's own."""
-    own = [parameter.dtype for parameter in parameters]
-    for used in {each or mine for each in dtypes for mine in own} if wide.widens else ():
-        if torch.finfo(used).eps > torch.finfo(wide.dtype or used).eps:
-            raise PlanError(
-                f"accumulate_dtype is {wide.dtype} but FSDP2 reduces gradients in {used}; "
-                f"give MixedPrecisionPolicy(reduce_dtype={wide.dtype})"
-            )
-
-
 def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
     """Raise `PlanError` for every float16 in the pairs ``(name for the error, dtype)``."""
     for what, dtype in dtypes:

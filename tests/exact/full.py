@@ -64,6 +64,7 @@ SOURCES = (  # the library files that decide the numbers
     "wrappers/mesh.py",
     "wrappers/messages.py",
     "wrappers/multi_model.py",
+    "wrappers/rank_agreement.py",
     "wrappers/rank_sums.py",
 )
 VERSIONS = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.engine.error_broadcast import rank_of_process
+from megabatch.engine.error_kinds import rank_of_process
 from megabatch.losses.contract import REFUSES_MEANS
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megabatch.batching.tree import to_device
 from megabatch.engine.call import MicrobatchStep, PreparedBatch
-from megabatch.engine.error_broadcast import is_of_backend, is_out_of_memory, rank_of_process, whoever_runs
+from megabatch.engine.error_kinds import is_of_backend, is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.engine.guards.receipts import Receipt
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line

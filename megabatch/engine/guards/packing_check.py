@@ -13,7 +13,7 @@ from megabatch.batching.padding import IDS, POSITIONS, is_causal, list_configs
 from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
 from megabatch.batching.tree import to_device
 from megabatch.engine.agreement import first_failure
-from megabatch.engine.error_broadcast import is_out_of_memory
+from megabatch.engine.error_kinds import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.torch_private.classes import is_dtensor, is_fsdp2
 from megabatch.torch_private.module_members import is_compiled, original_of
