@@ -43,6 +43,7 @@ from megabatch.losses.contract import (
 )
 from megabatch.planners.built_in import (
     BuiltIn,
+    OtherPlanners,
     Parts,
     choose_planner,
     refuse_moved,
@@ -132,7 +133,7 @@ class GradientAccumulator:
         self._wrapper = wrapper = detect_wrapper(model, mesh)
         self.ranks = ranks = wrapper.ranks  # the ranks that work on an update
         accumulate_dtype = choice.check(wrapper, inner, accumulate_dtype)
-        new_planner = choice.new_planner(batching.new_planner(usual_planner(wrapper, model)))
+        new_planner = choice.new_planner(batching.new_planner(usual_planner(wrapper)))
         self._new_update = choice.new_update
         self._wide = choice.new_gradients(wrapper.parameters, accumulate_dtype)
         wrapper.accumulate_in(self._wide)
@@ -143,7 +144,11 @@ class GradientAccumulator:
 
             self._guard = join_ranks(wrapper, policy[0], accumulate_dtype, choice.common_settings)
         inner.pad = self._padding = Padding(wrapper.models, inner.pad.fills)
-        self.planner = new_planner(*choice.limits, inner, length, policy, ranks, choice.known_cost, choice.fit)
+        rows, tokens = choice.limits
+        self.planner = new_planner(
+            micro_batch_size=rows, max_microbatch_tokens=tokens, batching=inner, length=length, choice=policy,
+            ranks=ranks, cost=choice.known_cost, fit=choice.fit,
+        )  # fmt: skip
         attached = choice.extensions(Parts(model, wrapper, self._wide, self.planner))
         with self.guarded():
             batching.check_model(wrapper, choice.limits)
@@ -154,7 +159,7 @@ class GradientAccumulator:
         self._open: OpenUpdate | None = None
         self._is_lost = False  # a call failed after others had added to the update; reset by finalize() and discard()
         self.last_plan: Plan | None = None
-        self._extensions = Extensions([*attached, *extensions])
+        self._extensions = Extensions([*attached, *extensions, OtherPlanners()])
         self._extensions.attach(self)
 
     @property
@@ -782,10 +787,6 @@ class GradientAccumulator:
         """
         self._drop()
         state = self._extensions.load_state_dict(self, state)
-        for name in ("cost", "units"):  # of another setting, and of one that is gone: nothing depends on them
-            state.pop(name, None)
-        if "shapes" in state:
-            raise PlanError("the state has shapes; give the Shapes with which it was saved")
         if state:
             raise PlanError(
                 f"the state has {', '.join(state)}, which nothing of this accumulator loads; give the settings and "

@@ -301,32 +301,10 @@ class OpenUpdate:
             self._counted += counted
         return detached
 
-    def divide_by(self, divisor: float) -> None:
-        """Set the divisor of a single term, before its first microbatch. `close` corrects it to the weight."""
-        self._divisors.by_term = {PAIR_NAME: divisor}
-
     def add_unseen(self, name: str, weight: float | Tensor) -> None:
         """Count a microbatch that was differentiated by other code, with a total that is not known."""
         self._differentiable.add(name)
         add_terms(self._sums, {name: Term(self._scalar(0.0), weight)})
-
-    def add_weight(self, weight: float | Tensor) -> None:
-        """Add to the weight of the only term."""
-        (name,) = self._sums
-        add_terms(self._sums, {name: Term(self._scalar(0.0), weight)})
-
-    def compare_weight(self, counted: float) -> None:
-        """Compare this rank's weights with what it told beforehand. `close` reports a difference."""
-        (term,) = self._sums.values()
-        self._counted = counted
-        self._note_fault((abs(term.weight - counted) > WEIGHT_TOLERANCE * counted) * MISCOUNTED)
-
-    def compare_seed(self, seed: Tensor) -> None:
-        """Compare the gradient of a loss that was scaled with 1. `close` reports a difference."""
-        self._note_fault((seed != 1.0) * MULTIPLIED)
-
-    def _note_fault(self, fault: float | Tensor) -> None:
-        self._differ = torch.maximum(self._scalar(self._differ), self._scalar(fault))
 
     def close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
         """Return the update, and the missing factor of its gradient (None: none is missing; 0.0: there is no weight).

@@ -21,7 +21,7 @@ from megabatch.engine.error_kinds import agreeing
 from megabatch.engine.guards.backward_count import BackwardCount
 from megabatch.engine.guards.memory_guard import MemoryGuard
 from megabatch.engine.ownership import Ownership
-from megabatch.engine.update import OpenUpdate, Update
+from megabatch.engine.update import MISCOUNTED, MULTIPLIED, OpenUpdate, Update, add_terms
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_count
 from megabatch.losses.contract import (
     PAIR_NAME,
@@ -340,6 +340,28 @@ class LoopUpdate(OpenUpdate):
             separate_gradients(self.wrapper.accumulating)
             self._all_have_gradients = all(parameter.grad is not None for parameter in self.wrapper.accumulating)
         self._ownership.leave(self.total_factor)
+
+    def divide_by(self, divisor: float) -> None:
+        """Set the divisor of a single term, before its first microbatch. `close` corrects it to the weight."""
+        self._divisors.by_term = {PAIR_NAME: divisor}
+
+    def add_weight(self, weight: float | Tensor) -> None:
+        """Add to the weight of the only term."""
+        (name,) = self._sums
+        add_terms(self._sums, {name: Term(self._scalar(0.0), weight)})
+
+    def compare_weight(self, counted: float) -> None:
+        """Compare this rank's weights with what it told beforehand. `close` reports a difference."""
+        (term,) = self._sums.values()
+        self._counted = counted
+        self._note_fault((abs(term.weight - counted) > WEIGHT_TOLERANCE * counted) * MISCOUNTED)
+
+    def compare_seed(self, seed: Tensor) -> None:
+        """Compare the gradient of a loss that was scaled with 1. `close` reports a difference."""
+        self._note_fault((seed != 1.0) * MULTIPLIED)
+
+    def _note_fault(self, fault: float | Tensor) -> None:
+        self._differ = torch.maximum(self._scalar(self._differ), self._scalar(fault))
 
     def check_unmoved(self, where: str) -> None:
         """Raise `LossContractError` if gradients have changed since the microbatch began."""

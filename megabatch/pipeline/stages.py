@@ -7,7 +7,7 @@ of microbatches.
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -370,6 +370,14 @@ class PipelineWrapper(MultiModelWrapper):
         pipeline.agree_on_tied()
         if pipeline.tied is not None:
             self.uncounted = pipeline.tied.uncounted
+
+    @property
+    def new_planner(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Makes the planner of calls, which splits samples into schedule steps."""
+        from megabatch.pipeline.schedule_steps import SchedulePlanner, StretchSchedulePlanner
+
+        kind = StretchSchedulePlanner if self.ranks.context_groups else SchedulePlanner
+        return partial(kind, pipeline=self.pipeline)
 
     def run_call(self, call: Any) -> Any:
         """Run the microbatches of a call through the schedule. Return the sums, the same on every stage."""

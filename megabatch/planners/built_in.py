@@ -340,19 +340,26 @@ def choose_planner(
     return Auto() if tokens is None else Tokens(tokens)
 
 
-def usual_planner(wrapper: Wrapper, model: Any) -> Any:
+def usual_planner(wrapper: Wrapper) -> Any:
     """Return what makes the planner of calls for a wrapper, ``MicrobatchPlanner`` or another."""
-    cuts_sequences = bool(wrapper.ranks.context_groups)
-    if wrapper.is_pipeline:
-        from megabatch.pipeline import schedule_steps
+    if wrapper.new_planner is not None:
+        return wrapper.new_planner
+    if not wrapper.ranks.context_groups:
+        return MicrobatchPlanner
+    from megabatch.planners.stretch_planner import StretchPlanner
 
-        kind = schedule_steps.StretchSchedulePlanner if cuts_sequences else schedule_steps.SchedulePlanner
-        return partial(kind, pipeline=model)
-    if cuts_sequences:
-        from megabatch.planners.stretch_planner import StretchPlanner
+    return StretchPlanner
 
-        return StretchPlanner
-    return MicrobatchPlanner
+
+class OtherPlanners(Extension):
+    """Looks at what the planner of a saved state has left, after all other extensions."""
+
+    def load_state_dict(self, gradient: Any, state: dict[str, Any]) -> None:
+        """Drop the cost of another setting, on which nothing depends. Raises `PlanError` for shapes."""
+        for name in ("cost", "units"):
+            state.pop(name, None)
+        if "shapes" in state:
+            raise PlanError("the state has shapes; give the Shapes with which it was saved")
 
 
 def refuse_moved(arguments: dict[str, Any]) -> None:

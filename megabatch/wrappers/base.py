@@ -76,6 +76,7 @@ class Wrapper:
     loss_factor = 1.0
     is_pipeline = False  # the microbatches of a call run together
     run_call: Any = None  # runs the microbatches of a call in place of the accumulator, and returns this rank's sums
+    new_planner: Any = None  # makes the planner of calls, where the wrapper splits samples by a rule of its own
     forwards_meet = False  # ranks wait for each other in every module that is called
     writes_buffers = False  # the wrapper itself writes buffers in a forward
     replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
