@@ -31,9 +31,10 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks import result
 from megabatch import CostModel
+from megabatch.planning.balancing import balance_lengths
 from megabatch.planning.dealing import deal
 from megabatch.planning.finer_cut import split_into
-from megabatch.planning.partition import balance_lengths, split
+from megabatch.planning.partition import split
 from megabatch.planning.plan import plan_share
 
 CAP = 8192

@@ -22,8 +22,8 @@ from benchmarks import result
 from benchmarks.speed.__main__ import GSM8K
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
 from megabatch.planners import Auto, Tokens
+from megabatch.planning.balancing import balance
 from megabatch.planning.limits import TunedLimit
-from megabatch.planning.partition import balance
 from megabatch.train.autotune.microbatch_limit import MAX_RATIO, MIN_RATIO, even_tokens
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 from megabatch.train.data.updates import balancing_cost

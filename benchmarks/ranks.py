@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import result
 from benchmarks.speed.__main__ import GSM8K
 from megabatch import UpdateSampler
-from megabatch.planning.partition import balance_lengths
+from megabatch.planning.balancing import balance_lengths
 
 NUM_RANKS = (1, 4, 16, 64, 256, 1024, 4096)
 SAMPLES_PER_RANK = (8, 64, 1024)

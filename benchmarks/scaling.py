@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import result
 from benchmarks.speed.__main__ import GSM8K
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses, plan
-from megabatch.planning.partition import balance
+from megabatch.planning.balancing import balance
 from tests.memory.runs import MALLOC, memory_bytes
 
 CLAIM = (

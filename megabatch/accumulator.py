@@ -26,7 +26,7 @@ from megabatch.engine.call import (
 )
 from megabatch.engine.error_kinds import is_out_of_memory, mark_known
 from megabatch.engine.extension import Call, Extension, Extensions
-from megabatch.engine.guards.loss_trial import LossTrial
+from megabatch.engine.guards.loss_trial import NewLossTrial
 from megabatch.engine.guards.memory_guard import MemoryGuard
 from megabatch.engine.guards.receipts import Receipt, check_unmoved
 from megabatch.engine.ownership import Ownership
@@ -152,7 +152,7 @@ class GradientAccumulator:
         attached = choice.extensions(Parts(model, wrapper, self._wide, self.planner))
         with self.guarded():
             batching.check_model(wrapper, choice.limits)
-        self._trial = LossTrial(wrapper, self._padding)
+        self._trial = NewLossTrial(wrapper, self._padding)
         self._ownership = Ownership(wrapper, self._trial)
         self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # by loss, makes a dummy
         self._was_finite: Tensor | bool = True  # False if the update of these samples was not finite

@@ -21,7 +21,7 @@ CHAPTERS = [  # a chapter imports only chapters above it
     "pipeline", "autotune", "accumulator", "learner", "verification", "experts", "simulate", "integrations",
 ]  # fmt: skip
 # Files of a chapter; of any other 9 at most.
-LARGE = {"batching": 13, "engine": 16, "simulate": 11, "integrations": 11, "torch_private": 14,
+LARGE = {"planning": 10, "batching": 13, "engine": 16, "simulate": 11, "integrations": 11, "torch_private": 14,
          "verification": 12, "wrappers": 14, "train/runtime": 10}  # fmt: skip
 BESIDE = ("optim", "pipeline", "autotune", "verification", "experts", "simulate", "integrations")  # of the core
 NEIGHBOURS = {  # and why
@@ -29,7 +29,9 @@ NEIGHBOURS = {  # and why
     ("verification", "pipeline"), ("experts", "pipeline"),  # both refuse a Pipeline
     ("integrations", "autotune"),  # a trial of a loss puts back what it has changed
 }  # fmt: skip
-WITHOUT_TORCH = ("errors", "planning.partition", "planning.plan", "planning.limits")
+WITHOUT_TORCH = (
+    "errors", "planning.balancing", "planning.limits", "planning.packing", "planning.partition", "planning.plan",
+)  # fmt: skip
 OUTSIDE = {"environ", "getenv", "putenv", "open", "read_text", "read_bytes", "write_text", "write_bytes"}
 READS_FILES = {"autotune.memory"}  # what the kernel says of a process
 

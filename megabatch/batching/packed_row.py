@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from megabatch.batching.padding import list_configs
 from megabatch.batching.samples import IGNORED_LABEL, Batching, Microbatch, Samples, gather_columns, without_labels
 from megabatch.errors import LossContractError, PlanError
-from megabatch.planning.plan import CostModel, Plan, without_padding
+from megabatch.planning.packing import without_padding
+from megabatch.planning.plan import CostModel, Plan
 
 MAX_COMPARED = 8  # samples of a row whose common weight is compared with the sum of their own
 NOT_ALONG = "in one row everything runs along input_ids. Leave OneRow out"

@@ -6,7 +6,7 @@ All checks run on the host. They compare identities and write counts of tensors,
 from typing import NamedTuple
 
 from megabatch.engine.guards.attached_tensors import AttachedTensors
-from megabatch.engine.guards.loss_trial import LossTrial
+from megabatch.engine.guards.loss_trial import NewLossTrial
 from megabatch.engine.guards.receipts import Receipt, count_all_writes
 from megabatch.errors import MegabatchError
 from megabatch.wrappers.base import REQUIRES_GRAD, Wrapper
@@ -23,7 +23,7 @@ class Leftover(NamedTuple):
 class Ownership:
     """Checks that gradients stay unchanged between calls, and surrounds the trial of a new loss."""
 
-    def __init__(self, wrapper: Wrapper, trial: LossTrial) -> None:
+    def __init__(self, wrapper: Wrapper, trial: NewLossTrial) -> None:
         self._wrapper, self._trial = wrapper, trial
         self._is_exact = not wrapper.replaces_gradients
         self._left: Leftover | None = None

@@ -29,7 +29,7 @@ from megabatch.engine.extension import Call, Extension, Steps
 from megabatch.engine.update import OpenUpdate, Update
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.losses.contract import LossFunction, Term, loss_hooks
-from megabatch.planning.partition import fill
+from megabatch.planning.balancing import fill
 from megabatch.planning.sampler import UpdateSampler
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor

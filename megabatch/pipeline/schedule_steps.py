@@ -11,9 +11,8 @@ from megabatch.batching.samples import Batch, Samples
 from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatch
 from megabatch.errors import PlanError
 from megabatch.losses.contract import LossHooks, Prepare, Weigh
-from megabatch.pipeline.stages import SCHEDULES, Pipeline
+from megabatch.pipeline.stages import MOST_STEPS, SCHEDULES, Pipeline
 from megabatch.planners.stretch_planner import StretchPlanner
-from megabatch.planning.partition import group_neighbors
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
 from megabatch.wrappers.base import Wrapper
 
@@ -247,3 +246,27 @@ def _rows(rank: RankLengths, length: int) -> int:
     if rank.micro_batch_size is not None:
         return rank.micro_batch_size
     return cast(int, rank.max_microbatch_tokens) // max(1, length)
+
+
+def group_neighbors(prices: Sequence[np.ndarray]) -> list[int]:
+    """Return where each group ends in the cheapest grouping of neighbors into 1 to `MOST_STEPS` groups.
+
+    Args:
+        prices: ``prices[start][number - 1]`` is the price of a group of ``number`` items whose first is ``start``.
+    """
+    num = len(prices)
+    table = np.full((num, num + 1), np.inf)  # [start, end]
+    for start, row_prices in enumerate(prices):
+        table[start, start + 1 :] = row_prices
+    best = np.full(num + 1, np.inf)  # [end], of the items before it in `len(starts)` groups
+    best[0], starts, totals = 0.0, list[np.ndarray](), list[float]()
+    for _ in range(min(MOST_STEPS, num)):
+        reached = best[:num, None] + table
+        starts.append(reached.argmin(axis=0))
+        best = reached.min(axis=0)
+        totals.append(float(best[num]))
+    ends, end = list[int](), num
+    for start_of in reversed(starts[: 1 + totals.index(min(totals))] if totals else []):
+        ends.append(end)
+        end = int(start_of[end])
+    return ends[::-1]

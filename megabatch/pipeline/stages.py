@@ -23,7 +23,6 @@ from megabatch.batching.pad_to_shape import Inputs, Shape, difference, meta_tens
 from megabatch.engine.error_kinds import is_of_message, is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.pipeline.tied import TiedParameters
-from megabatch.planning.partition import MOST_STEPS
 from megabatch.torch_private.classes import is_fsdp2, is_replicate_module
 from megabatch.torch_private.module_members import original_of
 from megabatch.torch_private.operations import pytree
@@ -36,6 +35,7 @@ from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks, check_axes, is_expert
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
+MOST_STEPS = 4  # schedule steps of a call
 KEPT_SCHEDULES = 2 * MOST_STEPS  # each keeps buffers for everything that its step sends from stage to stage
 
 

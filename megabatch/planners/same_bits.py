@@ -23,7 +23,7 @@ from megabatch.engine.extension import Extension
 from megabatch.engine.update import MAX_TERMS, OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import WEIGHT_TOLERANCE, LossHooks, Term
-from megabatch.planning.partition import fill
+from megabatch.planning.balancing import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.wrappers.base import Wrapper

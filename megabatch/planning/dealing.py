@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megabatch.errors import require_count
+from megabatch.planning.balancing import FEW_TOKENS, balance_lengths
 from megabatch.planning.finer_cut import split_into
-from megabatch.planning.partition import FEW_TOKENS, balance_lengths, split
+from megabatch.planning.partition import split
 from megabatch.planning.plan import (
     LAUNCH_SHARE,
     CostModel,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from megabatch.errors import MicrobatchLimit, PlanError, require_count
-from megabatch.planning.partition import best_fit, split
+from megabatch.planning.partition import split
 
 LAUNCH_SHARE = 16  # without a measured cost, launching a microbatch costs a sixteenth of the cap's tokens
 Parts = Mapping[int, Sequence[tuple[int, ...]]]  # of microbatches that did not fit in memory, by their index
@@ -234,17 +234,6 @@ def plan_kinds(
         cut += [tuple(samples[row] for row in rows) for rows in part.microbatches]
     cut.sort(key=lambda rows: max(lengths[sample] for sample in rows), reverse=True)  # as without kinds
     return Plan(tuple(cut), tuple(lengths), tuple(range(len(lengths))))
-
-
-def without_padding(lengths: Sequence[int], plan: Plan, max_microbatch_tokens: int | None) -> Plan:
-    """Return one rank's plan for packed samples: the fewest microbatches that best fit finds under the cap.
-
-    Without a cap the microbatches stay as they are.
-    """
-    if max_microbatch_tokens is not None:
-        rows = best_fit([max(1, length) for length in lengths], max_microbatch_tokens)
-        plan = replace(plan, microbatches=tuple(map(tuple, rows)))
-    return replace(plan, padded=False)
 
 
 def pad_with_dummies(microbatches: Sequence[tuple[int, ...]], num_microbatches: int) -> tuple[tuple[int, ...], ...]:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import PlanError, require_count, require_positive
+from megabatch.planning.balancing import balance_lengths, deal_microbatches
 from megabatch.planning.dealing import deal
-from megabatch.planning.partition import balance_lengths, deal_microbatches
 from megabatch.planning.plan import CostModel, check_cost, check_lengths, require_one_limit
 from megabatch.torch_private.data_workers import is_asked_by_workers
 

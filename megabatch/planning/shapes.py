@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megabatch.planning.partition import best_fit
+from megabatch.planning.packing import best_fit
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan
 
 Shape = tuple[int, int]  # rows, and the tokens that each is filled up to

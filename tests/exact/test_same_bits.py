@@ -62,7 +62,7 @@ MUTATIONS = (  # with the job that then differs from the first
     (Mutation("take torch's norm of the shards", "wrappers/exact_gradients.py",
               "return exact_norm(parameters)", "return super().norm(parameters, groups, uncounted)"),
      ("gpt2:float32:fsdp2:tokens:every:6:1:", "gpt2:float32:fsdp2:tokens:every:6:3:")),
-    (Mutation("deal ties in another order", "planning/partition.py",
+    (Mutation("deal ties in another order", "planning/balancing.py",
               "microbatches = fill(lengths, max_rows=max_rows, max_tokens=max_tokens)",
               "microbatches = [tuple(len(lengths) - 1 - item for item in group)"
               " for group in fill(lengths[::-1], max_rows=max_rows, max_tokens=max_tokens)]"),

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.planning.partition import best_fit
+from megabatch.planning.packing import best_fit
 from megabatch.train.config import EvalConfig
 from megabatch.train.data.samples import Joined, Mixture, PackedSamples, counts_of, split_off
 from megabatch.train.data.updates import NumUpdates

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from megabatch import CostModel
 from megabatch.planning import dealing
+from megabatch.planning.balancing import balance_lengths
 from megabatch.planning.dealing import FEW_SAMPLES, deal
 from megabatch.planning.finer_cut import split_into
-from megabatch.planning.partition import balance_lengths, split
+from megabatch.planning.partition import split
 
 CAP = 8192
 PRICE = CostModel(seconds_per_microbatch=CAP / 16)  # as plan_share prices without a measured cost

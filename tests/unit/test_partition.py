@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.planning import partition
-from megabatch.planning.partition import balance, balance_lengths
+from megabatch.planning.balancing import balance, balance_lengths
 from megabatch.planning.plan import CostModel
 
 COST = CostModel(seconds_per_microbatch=32.0)

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megabatch import GradientAccumulator, LossContractError, PlanError, Term, loss, losses, plan
 from megabatch.batching.deferred import Deferred
 from megabatch.batching.packed_row import OneRow
-from megabatch.planning.plan import without_padding
+from megabatch.planning.packing import without_padding
 from tests.unit.test_masks import CAUSAL
 
 APART = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "phi", "gemma", "gpt2")

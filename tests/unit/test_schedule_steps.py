@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from megabatch import CostModel
 from megabatch.pipeline.schedule_steps import (
     MOST_LENGTHS,
+    MOST_STEPS,
     RankLengths,
     choose_steps,
     deal_into_steps,
     group_microbatches,
+    group_neighbors,
 )
 from megabatch.pipeline.stages import SCHEDULES
-from megabatch.planning.partition import MOST_STEPS, group_neighbors
 from megabatch.planning.plan import Plan
 
 ranks_of_lengths = st.lists(st.lists(st.integers(0, 40), max_size=20), min_size=1, max_size=3)

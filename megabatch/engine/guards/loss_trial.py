@@ -32,7 +32,7 @@ MAX_SEARCHED = 100_000  # objects of a batch, for a tensor that the loss has mad
 NOT_SEARCHED = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, types.FrameType)
 
 
-class LossTrial:
+class NewLossTrial:
     """Checks the losses that no call had before."""
 
     is_open = False  # from the beginning of a call with a new loss to its end
