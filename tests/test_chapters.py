@@ -13,7 +13,7 @@ from megabatch.batching import Padding, context_parallel, pad_right, sample_leng
 from megabatch.errors import in_one_line
 from megabatch.experts import config_coefficient, has_experts
 from megabatch.losses import LossFunction, loss_hooks, terms_of
-from megabatch.losses.ready_made import chunk_tokens
+from megabatch.losses.token_loss import chunk_tokens
 from megabatch.pipeline import SCHEDULES
 from megabatch.planning import Consumed, MeasuredMicrobatch, TunedLimit, balance, best_fit
 from megabatch.simulate import device_named

@@ -13,8 +13,8 @@ from torch import nn
 
 from megabatch.autotune.shapes_planner import ShapesPlanner, check_loss
 from megabatch.batching.mixing_causes import find_mixing_causes
+from megabatch.batching.model_facts import EXPERTS, ModelFacts, is_causal, with_config
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import EXPERTS, Padding, is_causal, with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch, Padded, to_dense_tensor
 from megabatch.engine.agreement import first_failure
 from megabatch.engine.call import MicrobatchPlanner
@@ -151,7 +151,7 @@ def _problem_of_model(model: nn.Module) -> str | None:
         return f"{type(inner).__name__}, which is no model of transformers, so that nothing is known of its padding"
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder, whose two lengths are not those of one shape"
-    if not is_causal(inner, with_experts=True) and not Padding([model]).takes_mask:
+    if not is_causal(inner, with_experts=True) and not ModelFacts([model]).takes_mask:
         return f"{type(inner).__name__}, which is neither causal nor takes an attention_mask"
     text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
     if getattr(config, "attention_type", None) == "block_sparse":

@@ -8,7 +8,8 @@ from megabatch.batching.samples import Batch, Batching, Microbatch, Samples, pad
 from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned
 from megabatch.errors import PlanError
 from megabatch.losses.contract import LossHooks, is_own
-from megabatch.losses.ready_made import classification, next_token
+from megabatch.losses.label_losses import classification
+from megabatch.losses.token_loss import next_token
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.planning.shapes import Shape, plan_in_shapes, shapes_within
 
@@ -93,7 +94,7 @@ class ShapesPlanner(MicrobatchPlanner):
 
     @property
     def _num_positions(self) -> int | None:
-        return cast(Any, self.batching.pad).most_positions
+        return cast(Any, self.batching.pad).facts.most_positions
 
     def fitted(self, plan: Plan, samples: Samples) -> Plan:
         """Return a plan that was made before. Raises `PlanError` if it is of other samples or shapes."""

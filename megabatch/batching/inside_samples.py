@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megabatch.batching.mixing_causes import find_mixing_causes
-from megabatch.batching.padding import MASK, POSITIONS, with_config
+from megabatch.batching.model_facts import MASK, POSITIONS, with_config
 from megabatch.batching.samples import HALF_TYPES, IGNORED_LABEL, Batching, Collate, choose_batching, pad_right
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.torch_private.autograd import count_writes

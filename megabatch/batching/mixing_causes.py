@@ -1,9 +1,11 @@
 """Models of transformers that mix padding into tokens whatever the mask says, and why they do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from megabatch.errors import PlanError
 
 BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
 UNMASKED = "convolves over padding"
@@ -63,3 +65,22 @@ def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
                     f"{kind} has rotary positions that go by the longest row (rope_type {settings['rope_type']})",
                     settings.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 1),
                 )
+
+
+def refuse_mixing(causes: Sequence[tuple[str, int]], padded: Mapping[str, Tensor]) -> None:
+    """Raise `PlanError` where a model mixes the padding of an input into tokens."""
+    for name, value in padded.items():
+        cause = next((cause for cause, max_tokens in causes if value.shape[1] > max_tokens), None)
+        if cause is not None:
+            raise PlanError(
+                f"samples of one microbatch have {name} of unequal lengths, and {cause}, so that padding changes "
+                "their gradient whatever the mask says; give micro_batch_size=1, or samples of one length"
+            )
+
+
+def is_read(models: Sequence[Any], name: str, main: str | None) -> bool:
+    """Return True for tokens, and for the labels of which a text model makes the inputs of its decoder."""
+    makes_inputs = name == "labels" and main == "input_ids"
+    return name.endswith("input_ids") or (
+        makes_inputs and any(getattr(model.config, "is_encoder_decoder", False) for model in models)
+    )

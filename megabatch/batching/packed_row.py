@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megabatch.batching.padding import list_configs
-from megabatch.batching.samples import IGNORED_LABEL, Batching, Microbatch, Samples, gather_columns, without_labels
+from megabatch.batching.filled_shape import without_labels
+from megabatch.batching.model_facts import list_configs
+from megabatch.batching.samples import IGNORED_LABEL, Batching, Microbatch, Samples, gather_columns
 from megabatch.errors import LossContractError, PlanError
 from megabatch.planning.packing import without_padding
 from megabatch.planning.plan import CostModel, Plan

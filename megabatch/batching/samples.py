@@ -38,9 +38,6 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 STOPPED = "raised StopIteration: an iterator in it has ended, and not the data; give next() a default"
 DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
-# Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.
-OTHERS = ("attention_mask", "position_ids", "token_type_ids")
-FILLED = {"input_ids", "labels", "shift_labels", *OTHERS}
 BESIDE_TOKENS = ("_mask", "position_ids", "token_type_ids")  # ends of keys that are no targets
 NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)  # ends of keys whose padding no weight counts
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
@@ -657,27 +654,6 @@ def is_label(name: str) -> bool:
     return LABELS.search(name) is not None and "mask" not in name
 
 
-def without_labels(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample with labels of -100, which fills a microbatch up to a shape and adds nothing to its loss.
-
-    Raises `PlanError` for keys that a model may read beside its tokens, and for labels that cannot be -100.
-    """
-    tensors = {name: to_dense_tensor(name, value) for name, value in sample.items()}
-    labels = {name: values for name, values in tensors.items() if name in ("labels", "shift_labels")}
-    if "input_ids" not in tensors or not labels or not tensors.keys() <= FILLED:
-        raise PlanError(
-            f"Shapes fills microbatches up with tokens without a label, and the samples have {', '.join(tensors)}; "
-            f"expected input_ids, labels or shift_labels, and at most {', '.join(OTHERS)}; leave Shapes out"
-        )
-    for name, values in labels.items():
-        if values.is_floating_point() or not values.dtype.is_signed:
-            raise PlanError(
-                f"Shapes fills microbatches up with {name} of {IGNORED_LABEL}, and those of samples are "
-                f"{values.dtype}; give signed whole numbers, or leave Shapes out"
-            )
-    return {**tensors, **{name: torch.full_like(values, IGNORED_LABEL) for name, values in labels.items()}}
-
-
 @functools.lru_cache
 def _can_hold(dtype: torch.dtype, number: float) -> bool:
     """Return True if a dtype holds a number, to its own rounding."""
@@ -741,3 +717,8 @@ def split_rows(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return each row of tensors as a sample."""
     size = len(next(iter(rows.values())))
     return [{name: tensor[row] for name, tensor in rows.items()} for row in range(size)]
+
+
+def holds_tokens(name: str) -> bool:
+    """Return True for the key of tokens."""
+    return name == "input_ids" or name.endswith("_input_ids")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.padding import IDS, MASK, POSITIONS, with_config
+from megabatch.batching.model_facts import IDS, MASK, POSITIONS, with_config
 from megabatch.batching.samples import Batching, Microbatch, Samples
 from megabatch.batching.tree import to_device
 from megabatch.errors import LossContractError, PlanError

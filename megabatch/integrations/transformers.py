@@ -32,7 +32,7 @@ from megabatch.integrations.rollouts import Rollouts, makes_rollouts
 from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
 from megabatch.losses.contract import LossFunction, LossHooks, loss, loss_hooks, terms_of, weigh_of
 from megabatch.losses.mean import mean
-from megabatch.losses.ready_made import HALF_TYPES
+from megabatch.losses.token_loss import HALF_TYPES
 from megabatch.planning.dealing import deal
 
 require_version("transformers")

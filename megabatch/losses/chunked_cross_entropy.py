@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError
-from megabatch.losses import ready_made
-from megabatch.losses.ready_made import HALF_TYPES
+from megabatch.losses import token_loss
+from megabatch.losses.token_loss import HALF_TYPES
 from megabatch.torch_private.autograd import is_transformed, keeps_graph
 from megabatch.torch_private.classes import is_fsdp2
 from megabatch.torch_private.fsdp2_groups import fsdp_policy
@@ -185,13 +185,13 @@ class _Sums:
 def _summed(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, wanted: tuple[bool, ...]) -> _Sums:
     sums = _Sums(hidden, weight, bias, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows in _chunks(labels, ready_made.chunk_tokens(*weight.shape)):
+        for rows in _chunks(labels, token_loss.chunk_tokens(*weight.shape)):
             try:
                 sums.add(rows, hidden[rows], labels[rows])
             except RuntimeError as error:  # of an index, on the CPU; a device stops instead
                 if "out of bounds" not in str(error):
                     raise
-                raise ready_made.unknown_classes(labels, len(weight)) from None
+                raise token_loss.unknown_classes(labels, len(weight)) from None
     return sums
 
 

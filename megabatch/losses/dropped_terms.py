@@ -8,14 +8,13 @@ import contextlib
 import inspect
 from collections.abc import Generator, Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.padding import IDS, MASK, POSITIONS, with_config
+from megabatch.batching.model_facts import IDS, MASK, POSITIONS
 from megabatch.errors import LossContractError
 from megabatch.torch_private.classes import is_dtensor, is_fsdp2
 from megabatch.torch_private.module_members import original_of
@@ -25,45 +24,44 @@ MAX_TOKENS = 16
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5}  # relative, by the dtype of the model's loss
 TOLERANCE = 2e-2  # of other dtypes
 ROUTER_LOSSES = ("aux_loss", "router_")  # parts of names: these losses are seen in the output
-_compared: WeakSet[nn.Module] = WeakSet()
 
 
-def refuse_dropped_terms(model: Any, microbatch: Mapping[str, Any]) -> None:
-    """Compare the model's own loss with the next-token cross-entropy, once per model.
+def refuse_dropped_terms(model: Any, inner: Any, microbatch: Mapping[str, Any]) -> bool:
+    """Compare the model's own loss with the next-token cross-entropy.
 
     Every rank runs the model equally often, since ranks may wait for each other inside it.
+
+    Args:
+        model: What the loss gets.
+        inner: The model inside of its wrappers and its adapter.
+        microbatch: What the loss gets.
+
+    Returns:
+        True unless this microbatch has nothing to compare.
 
     Raises:
         LossContractError: The model's own loss differs.
     """
-    inner = _causal_model(model)
     ids = microbatch.get(IDS)
-    if inner in _compared or not isinstance(inner, nn.Module) or "labels" not in microbatch:
-        return
+    if not isinstance(inner, nn.Module) or "labels" not in microbatch:
+        return False
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or is_fake(ids) or ids.is_meta:
-        return
-    _compared.add(inner)
+        return False
     if _is_plain(inner) or "labels" not in inspect.signature(inner.forward).parameters:
-        return
+        return True
     pair = _compute_losses(model, inner, microbatch)
     if pair is None:
-        return
+        return True
     tolerance = TOLERANCES.get(pair[0].dtype, TOLERANCE)
     model_loss, mean = map(float, pair)
     total = mean * (_num_tokens(ids) - 1)
     if min(abs(model_loss / mean - 1), abs(model_loss / total - 1)) > tolerance:
-        _compared.discard(inner)
         raise LossContractError(
             f"the own loss of {type(inner).__name__} is {model_loss:.6g} on a few tokens and their next-token "
             f"cross-entropy is {mean:.6g}: next_token would drop the rest{_coefficients(inner)}; set its coefficient "
             "to 0, or give a loss of your own that adds it"
         )
-
-
-def _causal_model(model: Any) -> Any:
-    """Return the model inside of wrappers and adapters."""
-    inner = with_config(model)
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return True
 
 
 def _is_plain(inner: nn.Module) -> bool:

@@ -168,7 +168,7 @@ class ChunkPlanner(MicrobatchPlanner):
                 f"InsideSamples cuts samples of more than {limit} tokens, and those of Deferred are not loaded yet; "
                 f"give a list of samples, {LEAVE_OUT}"
             )
-        num_positions = cast(Any, self.batching.pad).num_positions
+        num_positions = cast(Any, self.batching.pad).facts.num_positions
         if num_positions is not None and longest > num_positions:
             raise PlanError(
                 f"a sample has {longest} tokens and the model has {num_positions} positions; cut it, or leave it out"

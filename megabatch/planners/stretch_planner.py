@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megabatch.batching import context_parallel
-from megabatch.batching.padding import note_padding
+from megabatch.batching.masks import note_padding
 from megabatch.batching.samples import Batch, Microbatch, Samples
 from megabatch.engine.call import MicrobatchPlanner
 from megabatch.errors import LossContractError, PlanError

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.padding import with_config
+from megabatch.batching.model_facts import with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch, Microbatch
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state

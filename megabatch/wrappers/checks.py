@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.padding import with_config
+from megabatch.batching.model_facts import with_config
 from megabatch.errors import PlanError
 from megabatch.torch_private.autograd import hooks_after_grad
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2

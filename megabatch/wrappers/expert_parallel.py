@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.padding import with_config
+from megabatch.batching.model_facts import with_config
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1
 from megabatch.torch_private.operations import pytree

@@ -214,7 +214,7 @@ def test_the_second_forward_draws_what_the_first_drew(kind: str, dropped: str) -
             module.register_forward_hook(drop)
     totals: dict[bool, list[Tensor]] = {False: [], True: []}
 
-    @loss(weigh=losses.ready_made.count_targets)
+    @loss(weigh=losses.token_loss.count_targets)
     def noted(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
         term = losses.next_token(model, microbatch)
         totals[torch.is_grad_enabled()].append(term.total.detach())
@@ -285,7 +285,7 @@ def test_checkpointed_layers_are_exact(kind: str) -> None:
 
 
 def weighing(function: Any) -> Any:
-    return loss(weigh=losses.ready_made.count_targets)(function)
+    return loss(weigh=losses.token_loss.count_targets)(function)
 
 
 def unshifted(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
@@ -539,7 +539,7 @@ def test_recomputing_that_is_turned_on_later_is_named(verb: str) -> None:
 def test_a_failed_loss_leaves_the_model_as_it_was() -> None:
     model = tiny()
 
-    @loss(weigh=losses.ready_made.count_targets)
+    @loss(weigh=losses.token_loss.count_targets)
     def failing(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("no")
@@ -557,7 +557,7 @@ def test_a_failed_loss_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_chunk_that_does_not_fit_in_memory_names_a_limit_and_smaller_chunks_run() -> None:
-    @loss(weigh=losses.ready_made.count_targets)
+    @loss(weigh=losses.token_loss.count_targets)
     def hungry(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Any:
         if limited and torch.is_grad_enabled() and microbatch["input_ids"].shape[1] > 6:
             raise torch.OutOfMemoryError("out of memory")

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForTokenClassification, GPT2LMHeadModel
 
 from megabatch import CostModel, GradientAccumulator, JointLoss, MegabatchError, PlanError, loss, losses, verify
 from megabatch.autotune import few_shapes
-from megabatch.batching import OneRow, Padded, SharedPrefix, packed_row, padding
+from megabatch.batching import OneRow, Padded, SharedPrefix, filled_shape, packed_row, padding
 from megabatch.planners import Auto, Rows, SameBits, Shapes, Tokens
 from megabatch.planning.shapes import choose_shapes, plan_in_shapes, split_into_shapes
 from tests.exact import models, oracle, shapes
@@ -77,7 +77,7 @@ def test_labels_of_what_fills_up_are_seen(monkeypatch, kind: str) -> None:
     def unchanged(sample: dict[str, Tensor]) -> dict[str, Tensor]:
         return sample
 
-    monkeypatch.setattr(padding, "without_labels", unchanged)
+    monkeypatch.setattr(filled_shape, "without_labels", unchanged)
     monkeypatch.setattr(packed_row, "IGNORED_LABEL", 3)
     assert max(shapes.run_job(f"plain:{kind}:once")["errors"]) > 1e-3
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megabatch.losses import chunked_cross_entropy, ready_made
+from megabatch.losses import chunked_cross_entropy, token_loss
 from tests.exact import harness, models
 from tests.exact.cells import Cell
 from tests.exact.launch import of_ranks
@@ -54,7 +54,7 @@ def run_job(name: str) -> dict[str, Any]:
 
     with (
         warnings.catch_warnings(),
-        patch.object(ready_made, "chunk_tokens", lambda *_: 2),
+        patch.object(token_loss, "chunk_tokens", lambda *_: 2),
         patch.object(chunked_cross_entropy, "cross_entropy_sum", counting),
     ):
         warnings.simplefilter("ignore")  # torch's own, about gloo and about one rank

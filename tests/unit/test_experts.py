@@ -11,7 +11,7 @@ from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megabatch import GradientAccumulator, JointLoss, experts, loss, losses, verify
-from megabatch.losses import chunked_cross_entropy, ready_made
+from megabatch.losses import chunked_cross_entropy, token_loss
 from megabatch.planners import Auto
 from megabatch.verification.float64_copy import Float64WithoutDropout, float64_copy
 from tests.exact import oracle
@@ -209,7 +209,7 @@ def test_the_head_sums_beside_a_router_loss(monkeypatch):
     terms = loss_fn(model, batch)
     summed = Mock(wraps=chunked_cross_entropy.cross_entropy_sum)
     monkeypatch.setattr(chunked_cross_entropy, "cross_entropy_sum", summed)
-    monkeypatch.setattr(ready_made, "MIN_CHUNK_LOGITS", 1)
+    monkeypatch.setattr(token_loss, "MIN_CHUNK_LOGITS", 1)
     in_head = loss_fn(model, batch)
     assert summed.call_count == 1
     for name, (total, weight) in terms.items():

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, LossContractError, losses
 from megabatch.autotune.memory import measure_memory
-from megabatch.losses import chunked_cross_entropy, ready_made
+from megabatch.losses import chunked_cross_entropy, token_loss
 from megabatch.losses.chunked_cross_entropy import FAMILIES, cross_entropy_sum
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.spikes import Spikes
@@ -127,7 +127,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], tolerance: float = 1e-12
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Eight positions at once."""
-    monkeypatch.setattr(ready_made, "MIN_CHUNK_LOGITS", V)
+    monkeypatch.setattr(token_loss, "MIN_CHUNK_LOGITS", V)
 
 
 @pytest.mark.parametrize("family", KNOWN)
@@ -227,7 +227,7 @@ def truth(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor | None
 @pytest.mark.parametrize("tokens_at_once", [1, 8])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
 def test_bfloat16_is_no_coarser_than_logits_would_be(family, tokens_at_once, monkeypatch):
-    monkeypatch.setattr(ready_made, "chunk_tokens", lambda *_: tokens_at_once)
+    monkeypatch.setattr(token_loss, "chunk_tokens", lambda *_: tokens_at_once)
     model, batch = causal(family, torch.bfloat16), microbatch()
     exact = truth(model, batch)
     head = [name for name in exact if name.startswith("lm_head")]
@@ -331,7 +331,7 @@ def test_all_positions_in_their_turn_are_the_same(monkeypatch):
 @pytest.mark.parametrize("positions", [341, 511])  # a chunk has 256; below 342 there are all logits
 def test_fewer_positions_need_no_more_memory(positions, monkeypatch):
     """A bound on memory, found for large microbatches, is one for small ones too."""
-    monkeypatch.setattr(ready_made, "MIN_CHUNK_LOGITS", 0)
+    monkeypatch.setattr(token_loss, "MIN_CHUNK_LOGITS", 0)
     wide = {"vocab_size": 4096, "hidden_size": 512, "max_position_embeddings": 512, "n_positions": 512}
     model = causal("gpt2", torch.float32, **wide)
     ids = torch.zeros(1, positions, dtype=torch.long)
@@ -388,7 +388,7 @@ def test_logits_stay_where_someone_may_look(way):
 
 
 def test_few_positions_have_logits(monkeypatch):
-    monkeypatch.setattr(ready_made, "MIN_CHUNK_LOGITS", V * (B * T + 1))
+    monkeypatch.setattr(token_loss, "MIN_CHUNK_LOGITS", V * (B * T + 1))
     compare(causal("gpt2"), microbatch(), 0.0, fused=False)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batching.mixing_causes import find_mixing_causes
+from megabatch.batching.model_facts import IDS, POSITIONS, is_causal, list_configs
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import IDS, POSITIONS, is_causal, list_configs
 from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
 from megabatch.batching.tree import to_device
 from megabatch.engine.agreement import first_failure

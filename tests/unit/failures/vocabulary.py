@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import MegabatchError, losses
-from megabatch.losses import chunked_cross_entropy, ready_made
+from megabatch.losses import chunked_cross_entropy, token_loss
 from tests.unit.failures.table import Failure
 
 BATCH = {"input_ids": torch.zeros(4, 8, dtype=torch.long), "labels": torch.zeros(4, 8, dtype=torch.long)}
@@ -28,7 +28,7 @@ class Model(nn.Module):
 def total(scale: float) -> Tensor:
     """The loss of a model that is in a family."""
     family = patch.object(chunked_cross_entropy, "FAMILIES", {f"{Model.__module__}.{Model.__qualname__}"})
-    with family, patch.object(ready_made, "MIN_CHUNK_LOGITS", 5):
+    with family, patch.object(token_loss, "MIN_CHUNK_LOGITS", 5):
         return losses.next_token(Model(scale), BATCH).total
 
 
