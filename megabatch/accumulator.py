@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import engine
+from megabatch.batching.choice import choose_batching
 from megabatch.batching.padding import Padding
-from megabatch.batching.samples import Batch, Batching, Collate, Length, Microbatch, Samples, choose_batching
+from megabatch.batching.samples import Batch, Batching, Collate, Length, Microbatch, Samples
 from megabatch.engine.by_loss import ByLoss
 from megabatch.engine.call import (
     CallAgreement,

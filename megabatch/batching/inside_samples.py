@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megabatch.batching.choice import choose_batching
 from megabatch.batching.mixing_causes import find_mixing_causes
 from megabatch.batching.model_facts import MASK, POSITIONS, with_config
-from megabatch.batching.samples import HALF_TYPES, IGNORED_LABEL, Batching, Collate, choose_batching, pad_right
+from megabatch.batching.samples import HALF_TYPES, IGNORED_LABEL, Batching, Collate, pad_right
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.module_members import is_compiled, original_of
