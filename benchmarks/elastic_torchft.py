@@ -286,7 +286,7 @@ def run_replica(index: int, rank: int, folder: Path, lighthouse: str, case: Case
     (folder / f"{journal.name}.managed").touch()
     for other in range(case.num_replicas):  # a replica that asks for a quorum now waits for those that send heartbeats
         wait_for_file(folder / f"replica{other}.managed")
-    replicas = torchft.Replicas(manager, group, sampler, optimizer, scheduler=scheduler)
+    replicas = torchft.Replicas(manager, group, sampler, optimizer, scheduler=scheduler, lighthouse=lighthouse)
     gradient = GradientAccumulator(
         model, planner=new_planner(case.setting), extensions=[replicas, Watch(journal, manager)]
     )  # fmt: skip
@@ -341,6 +341,13 @@ def answers(port: int) -> bool:
 @contextlib.contextmanager
 def lighthouse() -> Iterator[str]:
     """The address of a Lighthouse of its own."""
+    with lighthouse_process() as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def lighthouse_process() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of a Lighthouse of its own, and its process."""
     port = free_port()
     command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{port}"]
     command += ["--min_replicas", "1", "--quorum_tick_ms", "10", "--join_timeout_ms", "10000"]
@@ -349,7 +356,7 @@ def lighthouse() -> Iterator[str]:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             wait_until(lambda: answers(port), time.time() + START_LIMIT_SECONDS)
-            yield f"http://localhost:{port}"
+            yield f"http://localhost:{port}", process
         finally:
             process.kill()
             process.wait()

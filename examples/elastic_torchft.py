@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torchft import Manager, ProcessGroupGloo
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megabatch import GradientAccumulator, UpdateSampler, losses
+from megabatch import GradientAccumulator, MegabatchError, UpdateSampler, losses
 from megabatch.integrations.torchft import Replicas
 
 num_updates = int(sys.argv[1]) if len(sys.argv) > 1 else 14
@@ -41,13 +41,18 @@ if dist.get_rank() == 0:
     dist.barrier()
 replicas = Replicas(manager, group, sampler, optimizer)
 gradient = GradientAccumulator(model, max_microbatch_tokens=2048, extensions=[replicas])
-for update in replicas.updates(
-    gradient, lambda ids: [samples[each] for each in ids], losses.next_token, num_updates=num_updates, max_norm=1.0
-):
-    if update.finite:
-        optimizer.step()
-    if dist.get_rank() == 0:
-        loss, number = float(update.loss), manager.current_step()
-        print(f"update {number}  loss {loss:.3f}  {update.num_samples} samples on {replicas.num_replicas} replicas")
+status = 0
+try:
+    for update in replicas.updates(
+        gradient, lambda ids: [samples[each] for each in ids], losses.next_token, num_updates=num_updates, max_norm=1.0
+    ):
+        if update.finite:
+            optimizer.step()
+        if dist.get_rank() == 0:
+            loss, number = float(update.loss), manager.current_step()
+            print(f"update {number}  loss {loss:.3f}  {update.num_samples} samples on {replicas.num_replicas} replicas")
+except MegabatchError as error:  # the Lighthouse is gone, say
+    print(f"elastic_torchft: {error}", file=sys.stderr)
+    status = 1
 sys.stdout.flush()
-os._exit(0)  # the threads of the manager would hold the process
+os._exit(status)  # the threads of the manager would hold the process

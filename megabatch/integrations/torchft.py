@@ -8,6 +8,7 @@ replicas and a vote. A replica keeps the sum of its microbatches over attempts.
 import enum
 import json
 import math
+import os
 import random
 import weakref
 import zlib
@@ -28,6 +29,7 @@ from megabatch.engine.call import MicrobatchStep
 from megabatch.engine.extension import Call, Extension, Steps
 from megabatch.engine.update import OpenUpdate, Update
 from megabatch.errors import MegabatchError, PlanError
+from megabatch.integrations.lighthouse import call_while_it_answers
 from megabatch.losses.contract import LossFunction, Term, loss_hooks
 from megabatch.planning.balancing import fill
 from megabatch.planning.sampler import UpdateSampler
@@ -82,6 +84,8 @@ class Replicas(Extension):
         optimizer: Its state goes to a replica that joins.
         scheduler: Its state goes too.
         seed: Seeds the microbatches, together with their numbers.
+        lighthouse: Its address, if TORCHFT_LIGHTHOUSE is not set. Without either, the death of the Lighthouse costs
+            the ``quorum_timeout`` of the manager.
 
     Attributes:
         num_replicas: Replicas of the last quorum. 0 before the first.
@@ -92,9 +96,10 @@ class Replicas(Extension):
 
     def __init__(
         self, manager: Any, process_group: Any, sampler: UpdateSampler, optimizer: torch.optim.Optimizer, *,
-        scheduler: Any = None, seed: int = 0,
+        scheduler: Any = None, seed: int = 0, lighthouse: str | None = None,
     ) -> None:  # fmt: skip
         self.num_replicas = 0
+        self._lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
         self._manager, self._group, self._seed = manager, process_group, seed
         self._sampler, self._optimizer, self._scheduler = sampler, optimizer, scheduler
         self._accumulator: Callable[[], Any] = lambda: None
@@ -168,6 +173,7 @@ class Replicas(Extension):
                 other than those of the other replicas.
             MegabatchError: A forward that writes to a buffer or a parameter, such as the statistics of a batch
                 norm.
+            LighthouseError: The Lighthouse does not answer. No attempt can follow; weights and optimizer are whole.
         """
         if gradient is not self._accumulator():
             raise PlanError("updates() was given an accumulator without these Replicas; give them in extensions=")
@@ -191,7 +197,7 @@ class Replicas(Extension):
         """Make one attempt at the open update. Return None if it has failed, or if the run is over."""
         if gradient.open_update not in (None, self._opened):
             raise PlanError("updates() was called in an open update; discard() it before")
-        self._manager.start_quorum()  # a replica that is behind loads the state of another
+        self.start_quorum()
         self._number = self._manager.current_step()
         self.num_replicas = self._manager.num_participants()
         if self._number >= num_updates:
@@ -219,6 +225,15 @@ class Replicas(Extension):
         self._forget_update()
         self._seed_by("after", self._number)
         return update
+
+    def start_quorum(self) -> None:
+        """Wait for a quorum of the live replicas. A replica that is behind loads the state of another."""
+        call_while_it_answers(self._lighthouse, self._start_quorum_on_device)
+
+    def _start_quorum_on_device(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device)  # each thread has its own
+        self._manager.start_quorum()
 
     def surround_steps(self, steps: Steps, call: Call) -> Steps:
         yield from steps

@@ -16,6 +16,7 @@ from typing import Any
 
 from megabatch import Plan, UpdateSampler
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.integrations.lighthouse import LighthouseError
 from megabatch.integrations.torchft import Replicas
 from megabatch.planning import fill
 from megabatch.train.checkpoints.metadata import check_same_run
@@ -78,11 +79,24 @@ def one_line_for_lighthouse() -> Generator[None]:
     """Raise `CrashedError`, after which torchrun may start the replica again, where no quorum forms."""
     try:
         yield
+    except LighthouseError as error:
+        raise CrashedError(str(error)) from None
     except (RuntimeError, TimeoutError) as error:
         raise CrashedError(
             f"no quorum with the Lighthouse at {os.environ[LIGHTHOUSE]} ({in_one_line(error)}); look if "
             "torchft_lighthouse runs there, and start the replicas again"
         ) from None
+
+
+class OpeningReplicas(Replicas):
+    """Replicas that open the run in their first quorum."""
+
+    open_run: Callable[[], None]
+
+    def start_quorum(self) -> None:
+        with one_line_for_lighthouse():
+            super().start_quorum()
+        self.open_run()
 
 
 class Replica:
@@ -108,9 +122,10 @@ class Replica:
         # Before `Replicas` registers: a replica of another run is refused before it takes weights.
         self._manager.register_state_dict_fn("trainer", self._load_state, self._state)
         self._manager.load_state_dict({"step": learner.step, "batches_committed": learner.step})
-        self._replicas = Replicas(
+        self._replicas = OpeningReplicas(
             self._manager, group, self._sampler, learner.optimizer, scheduler=learner.scheduler, seed=config.run.seed
         )
+        self._replicas.open_run = self._open_after_quorum
         learner.gradient = build_accumulator(context.model.model, config, None, [self._replicas])
         learner.gradient.reserve_for(learner.optimizer)
 
@@ -132,7 +147,8 @@ class Replica:
             yield
             if context.is_over or context.stop.agree(context.ranks):
                 break
-        self._open_once()  # a run that has no update left needs no quorum
+        if not self._is_open:  # a run that has no update left needs no quorum
+            self._open()
         self._manager.shutdown(wait=False)  # the others need not wait for this replica
         self._shared.is_writer = True  # of what is left to write: the others may be gone
 
@@ -165,23 +181,14 @@ class Replica:
     def _connect(self) -> tuple[Any, Any]:
         """Return torchft's manager and its process group. Other replicas wait for this one from here on."""
         torchft: Any = import_module("torchft")
-        ranks, number, open_once = self._context.ranks, os.environ.get(REPLICA), self._open_once
-
-        class JoiningManager(torchft.Manager):
-            """A manager that opens the run in its first quorum."""
-
-            def start_quorum(self, *values: Any, **named: Any) -> None:
-                with one_line_for_lighthouse():
-                    super().start_quorum(*values, **named)
-                open_once(has_failed=self.errored() is not None)
-
+        ranks, number = self._context.ranks, os.environ.get(REPLICA)
         timeout = timedelta(seconds=self._context.config.run.collective_timeout or COLLECTIVE_TIMEOUT)
         kind = torchft.ProcessGroupNCCL if ranks.device.type == "cuda" else torchft.ProcessGroupGloo
         group = kind(timeout=timeout)
         if ranks.rank > 0:  # rank 0 says where its manager listens
             ranks.barrier()
         with one_line_for_lighthouse():
-            manager = JoiningManager(
+            manager = torchft.Manager(
                 group, None, None, min_replica_size=1, use_async_quorum=False, timeout=timeout,
                 quorum_timeout=QUORUM_TIMEOUT, replica_id=f"megabatch_{number}" if number else None,
             )  # fmt: skip
@@ -189,10 +196,12 @@ class Replica:
             ranks.barrier()
         return manager, group
 
-    def _open_once(self, *, has_failed: bool = False) -> None:
+    def _open_after_quorum(self) -> None:
         """Open the run, once the first quorum that did not fail has said which update it is at. Collective."""
-        if self._is_open or any(self._context.ranks.gather(has_failed)):
-            return
+        if not self._is_open and not any(self._context.ranks.gather(self._manager.errored() is not None)):
+            self._open()
+
+    def _open(self) -> None:
         context, is_joined = self._context, self._shared.is_joined
         step = self._manager.current_step()
         if context.checkpoint is not None and step_of(context.checkpoint.name) != step:

@@ -83,6 +83,61 @@ def within(model, microbatch):
 SAME = ("step", "set", "lr", "weight", "num_samples", "num_tokens", "num_target_tokens", "epoch", "run_hash")
 
 
+WAITS = '''
+"""After update 6, replica 0 asks for a quorum, and replica 1 lets it wait until the Lighthouse is gone."""
+
+import os
+import time
+from pathlib import Path
+
+HERE, REPLICA = Path(__file__).parent, os.environ.get("REPLICA_GROUP_ID")
+
+
+def after_update(event):
+    if REPLICA is None or event.step < 6:
+        return
+    (HERE / f"reached-{REPLICA}").touch()
+    while REPLICA == "1" and not (HERE / "gone").exists():
+        time.sleep(0.01)
+'''
+
+
+@pytest.mark.full
+@needs_torchft
+def test_all_replicas_end_with_the_lighthouse_and_the_run_resumes_with_another(bench: Bench, tmp_path: Path) -> None:
+    """One replica waits for a quorum, the other is to ask for one. Both end within seconds of the kill, in one line."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    values: dict[str, Any] = {
+        "run__max_epochs": 2, "run__save_every": 4, "eval__completion_tokens": 0, "data__cache": tmp_path / "cache",
+        "run__after_update": f"{tmp_path}/waits.py:after_update",
+    }  # fmt: skip
+    plain, logs = tmp_path / "plain", [tmp_path / f"replica{number}.log" for number in range(2)]
+    bench.train(run__folder=plain, **values)
+    with elastic_torchft.lighthouse_process() as (address, process):
+        runs = start_replicas(bench, address, values, logs, max_restarts=0)
+        reached = [tmp_path / f"reached-{number}" for number in range(2)]
+        assert elastic_torchft.wait_until(lambda: all(path.exists() for path in reached), time.time() + 300)
+        time.sleep(1.0)
+        process.kill()
+        began = time.monotonic()
+        (tmp_path / "gone").touch()
+        assert statuses_of(runs) == [1, 1]
+    assert time.monotonic() - began < 20
+    for path in logs:
+        before_torchrun = path.read_text().partition("ChildFailedError")[0].partition("torch/distributed/elastic")[0]
+        lines = [line for line in before_torchrun.splitlines() if line.startswith("megabatch: ")]
+        assert [line.partition(" (")[0] for line in lines] == [
+            f"megabatch: the Lighthouse at {address} does not answer"
+        ], before_torchrun
+        assert lines[0].endswith("start the replicas again, which resume from their last checkpoint")
+        assert "Traceback" not in before_torchrun
+    assert [path.name for path in sorted((bench.folder / "checkpoints").glob("step-*"))] == ["step-4"]
+    with elastic_torchft.lighthouse() as address:
+        assert statuses_of(start_replicas(bench, address, values, logs)) == [0, 0], logs[0].read_text()[-5000:]
+    assert "resumed from" in (bench.folder / "log.txt").read_text()
+    check_run(bench, plain, tmp_path)
+
+
 @pytest.mark.full
 @needs_torchft
 def test_killed_replicas_come_back_and_the_run_is_that_of_one_process(bench: Bench, tmp_path: Path) -> None:
@@ -99,20 +154,10 @@ def test_killed_replicas_come_back_and_the_run_is_that_of_one_process(bench: Ben
     }  # fmt: skip
     plain = tmp_path / "plain"
     bench.train(run__folder=plain, **values)
-    logs = train_on_replicas(bench, tmp_path, values)
-
-    rows, expected = bench.rows(), bench.rows(plain)
-    assert [(row["step"], row.get("set")) for row in rows] == [(row["step"], row.get("set")) for row in expected], logs
-    for row, other in zip(rows, expected, strict=True):
-        assert [row.get(key) for key in SAME] == [other.get(key) for key in SAME]
-        for key in ("loss", "grad_norm", "eval_loss", "eval_perplexity", "eval_accuracy"):
-            assert row.get(key) == pytest.approx(other.get(key), rel=1e-12), (row["step"], key)
+    train_on_replicas(bench, tmp_path, values)
+    rows = check_run(bench, plain, tmp_path)
     numbers = [row["num_replicas"] for row in rows if "num_replicas" in row]
     assert [number for number, _ in groupby(numbers)][-5:] == [3, 2, 3, 2, 3]
-    for name in ("step-8", f"step-{rows[-1]['step']}"):
-        ours, theirs = (states_of(run / "checkpoints" / name, tmp_path / "states.pt") for run in (bench.folder, plain))
-        assert ours.keys() == theirs.keys()
-        assert max(relative_error(ours[name], theirs[name]) for name in ours) < 1e-12
     assert (bench.folder / "checkpoints/best").read_text() == (plain / "checkpoints/best").read_text()
     log = (bench.folder / "log.txt").read_text()
     assert log.count("2 replicas from update") == log.count(", 3 before") == 2
@@ -124,28 +169,52 @@ def test_killed_replicas_come_back_and_the_run_is_that_of_one_process(bench: Ben
     assert (bench.folder / "report.html").exists()
 
 
-def train_on_replicas(bench: Bench, folder: Path, values: dict[str, Any]) -> str:
-    """Train on three replicas to a good end, as docs/elastic.md says; what they printed."""
-    runs, logs = [], [folder / f"replica{number}.log" for number in range(3)]
+def check_run(bench: Bench, plain: Path, folder: Path) -> list[dict[str, Any]]:
+    """Compare rows and checkpoints with those of one process. Return the rows."""
+    rows, expected = bench.rows(), bench.rows(plain)
+    assert [(row["step"], row.get("set")) for row in rows] == [(row["step"], row.get("set")) for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        assert [row.get(key) for key in SAME] == [other.get(key) for key in SAME]
+        for key in ("loss", "grad_norm", "eval_loss", "eval_perplexity", "eval_accuracy"):
+            assert row.get(key) == pytest.approx(other.get(key), rel=1e-12), (row["step"], key)
+    for name in ("step-8", f"step-{rows[-1]['step']}"):
+        ours, theirs = (states_of(run / "checkpoints" / name, folder / "states.pt") for run in (bench.folder, plain))
+        assert ours.keys() == theirs.keys()
+        assert max(relative_error(ours[name], theirs[name]) for name in ours) < 1e-12
+    return rows
+
+
+def start_replicas(
+    bench: Bench, address: str, values: dict[str, Any], logs: list[Path], max_restarts: int = 2
+) -> list[subprocess.Popen[bytes]]:
+    """Start replicas, as docs/elastic.md says, which print into the logs."""
     arguments = ["-m", "megabatch", "train", str(bench.recipe), *overrides(values), "--parallel.replicas=torchft"]
+    environ = os.environ | {"TORCHFT_LIGHTHOUSE": address, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    runs: list[subprocess.Popen[bytes]] = []
+    for number, path in enumerate(logs):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *arguments]
+        command[4:4] = [f"--max-restarts={max_restarts}", f"--master-port={elastic_torchft.free_port()}"]
+        with path.open("w") as log:
+            replica = environ | {"REPLICA_GROUP_ID": str(number)}
+            runs.append(subprocess.Popen(command, env=replica, stdout=log, stderr=log))
+    return runs
+
+
+def statuses_of(runs: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for replicas. Return their exit statuses."""
+    try:
+        return [each.wait(300) for each in runs]
+    finally:
+        for each in runs:
+            each.terminate()
+
+
+def train_on_replicas(bench: Bench, folder: Path, values: dict[str, Any]) -> None:
+    """Train on three replicas to a good end."""
+    logs = [folder / f"replica{number}.log" for number in range(3)]
     with elastic_torchft.lighthouse() as address:
-        environ = os.environ | {"TORCHFT_LIGHTHOUSE": address, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        for number, path in enumerate(logs):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=2"]
-            command += [f"--master-port={elastic_torchft.free_port()}", *arguments]
-            with path.open("w") as log:
-                each = subprocess.Popen(
-                    command, env=environ | {"REPLICA_GROUP_ID": str(number)}, stdout=log, stderr=log
-                )
-            runs.append(each)
-        try:
-            statuses = [each.wait(300) for each in runs]
-        finally:
-            for each in runs:
-                each.terminate()
-    printed = "\n".join(path.read_text()[-5000:] for path in logs)
-    assert statuses == [0, 0, 0], printed
-    return printed
+        statuses = statuses_of(start_replicas(bench, address, values, logs))
+    assert statuses == [0, 0, 0], "\n".join(path.read_text()[-5000:] for path in logs)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from benchmarks import elastic_torchft, result
 from benchmarks.elastic_torchft import Case, Fault
 from megabatch import GradientAccumulator, JointLoss, UpdateSampler, loss
 from megabatch.errors import MegabatchError, PlanError
+from megabatch.integrations.lighthouse import LighthouseError, call_while_it_answers
 from megabatch.integrations.torchft import Replicas, digest_weights
 from tests.exact.launch import of_ranks
 
@@ -182,7 +184,7 @@ def new_sampler(**place: Any) -> UpdateSampler:
 
 def replicas_of(quorum: Any, model: nn.Module, seed: int = 0, **place: Any) -> Replicas:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Replicas(quorum.manager, quorum.group, new_sampler(**place), optimizer, seed=seed)
+    return Replicas(quorum.manager, quorum.group, new_sampler(**place), optimizer, seed=seed, lighthouse=quorum.address)
 
 
 def load(ids: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -218,7 +220,10 @@ class Program:
         self.model, self.sampler = Rows(), new_sampler()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.replicas = Replicas(quorum.manager, quorum.group, self.sampler, self.optimizer, scheduler=self.scheduler)
+        self.replicas = Replicas(
+            quorum.manager, quorum.group, self.sampler, self.optimizer, scheduler=self.scheduler,
+            lighthouse=quorum.address,
+        )  # fmt: skip
         self.gradient = GradientAccumulator(self.model, micro_batch_size=2, extensions=[self.replicas])
 
     def stateful(self) -> list[Any]:
@@ -235,8 +240,11 @@ class Program:
         """Step, and yield the gradients."""
         for _ in self.replicas.updates(self.gradient, load, loss_fn, num_updates=num_updates):
             yield [parameter.grad.clone() for parameter in self.model.parameters()]
-            self.optimizer.step()
-            self.scheduler.step()
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
 
 
 @needs_torchft
@@ -251,6 +259,55 @@ def test_a_checkpoint_resumes_to_the_bit(quorum):
     assert len(gradients) == len(resumed) == 3
     for gradient, other in zip(gradients, resumed, strict=True):
         assert all(map(torch.equal, gradient, other))
+
+
+def train_on(address: str, num_updates: int, states: list[Any] | None = None, killed: Any = None) -> list[Any]:
+    """Return the gradients of the next updates, and then the states. The Lighthouse may be killed after them."""
+    torch.manual_seed(0)
+    program = Program(quorum := Quorum(address, quorum_timeout=timedelta(seconds=4)))
+    if states is not None:
+        program.load(states)
+    updates = program.updates()
+    results: list[Any] = [next(updates) for _ in range(num_updates)]
+    if killed is not None:
+        killed.kill()
+        killed.wait()
+        began = time.monotonic()
+        with pytest.raises(LighthouseError, match=rf"the Lighthouse at {address} does not answer \(ConnectionRefused"):
+            next(updates)
+        assert time.monotonic() - began < 3
+    results.append(program.states())
+    del program, updates
+    quorum.end()
+    return results
+
+
+@needs_torchft
+def test_updates_end_with_the_lighthouse_and_go_on_to_the_bit_with_another(lighthouse):
+    *undisturbed, _ = train_on(lighthouse, 5)
+    with elastic_torchft.lighthouse_process() as (address, process):
+        *gradients, states = train_on(address, 2, killed=process)
+    *resumed, _ = train_on(lighthouse, 3, states)
+    for gradient, other in zip(undisturbed, gradients + resumed, strict=True):
+        assert all(map(torch.equal, gradient, other))
+
+
+@needs_torchft
+def test_a_lighthouse_that_hangs_or_dies_ends_a_call_that_waits_for_it(monkeypatch):
+    """Even if another one starts at once at the same address: torchft sends its request once."""
+    monkeypatch.setattr("megabatch.integrations.lighthouse.SECONDS_TO_ANSWER", 1.0)
+    has_ended = threading.Event()
+    with elastic_torchft.lighthouse_process() as (address, process):
+        for end, reason in ((signal.SIGSTOP, "TimeoutError"), (signal.SIGKILL, "RemoteDisconnected|ConnectionReset")):
+
+            def wait(end: int = end) -> None:
+                process.send_signal(end)
+                has_ended.wait(20)
+
+            with pytest.raises(LighthouseError, match=rf"the Lighthouse at {address} does not answer \(({reason})"):
+                call_while_it_answers(address, wait)
+            process.send_signal(signal.SIGCONT)
+    has_ended.set()
 
 
 @needs_torchft
@@ -339,7 +396,9 @@ class Peer:
             next(model.parameters()).requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step * self.decays))
-        replicas = Replicas(quorum.manager, quorum.group, new_sampler(), optimizer, seed=self.seed)
+        replicas = Replicas(
+            quorum.manager, quorum.group, new_sampler(), optimizer, seed=self.seed, lighthouse=quorum.address
+        )
         gradient = GradientAccumulator(model, micro_batch_size=self.micro_batch_size, extensions=[replicas])
         ids = list(new_sampler())
         try:
