@@ -5,9 +5,11 @@
     python -m benchmarks.certificate --only "sft|dpo"  # some; with --write, the other rows stay
 
 The loops are those of tests/integrations/audited_loops.py: 20 texts of 4 to 59 random tokens, two to a microbatch, four
-microbatches to an optimizer step, and a last step of two. Each runs in a process of its own. torchtune and torchtitan
-need environments of their own: TUNE_PYTHON and TITAN_PYTHON name their interpreters (the packages are in
-tests/integrations/test_torchtune.py and test_torchtitan.py). Without them, their rows stay as they were.
+microbatches to an optimizer step, and a last step of two. Each runs in a process of its own. torchtune, torchtitan and
+diffusers need environments of their own: TUNE_PYTHON, TITAN_PYTHON and DIFFUSERS_PYTHON name their interpreters (the
+packages are in tests/integrations/test_torchtune.py and test_torchtitan.py; `pip install torch==2.13.0 torchvision
+diffusers accelerate datasets`). DIFFUSERS_EXAMPLES is the folder examples of diffusers' repository. Without them,
+their rows stay as they were.
 """
 
 import argparse
@@ -53,6 +55,7 @@ PEERS = {  # kind of tests.integrations.audited_loops → the loop
     "torchtune": Peer("torchtune, `full_finetune_single_device`", "torchtune", "TUNE_PYTHON"),
     "torchtitan": Peer("torchtitan, `CrossEntropyLoss`", "torchtitan", "TITAN_PYTHON"),
     "torchtitan-chunked": Peer("torchtitan, chunked loss (default)", "torchtitan", "TITAN_PYTHON"),
+    "diffusers": Peer("diffusers, `train_unconditional.py`", "diffusers", "DIFFUSERS_PYTHON"),
 }
 
 
@@ -61,7 +64,8 @@ def measure(kind: str, python: str) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(result.ROOT), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         loop = [python, "-m", "tests.integrations.audited_loops", kind, folder]
-        audit = [python, "-m", "megabatch", "audit", "--to", f"{folder}/audit", "--", *loop]
+        # The loop's interpreter needs torch and its library alone; the command needs megabatch's extras.
+        audit = [sys.executable, "-m", "megabatch", "audit", "--to", f"{folder}/audit", "--", *loop]
         done = subprocess.run(audit, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{kind}: {done.stdout[-500:]}{done.stderr[-1500:]}")

@@ -246,7 +246,8 @@ class LoopUpdate(OpenUpdate):
         if index != self._num_done:
             raise MegabatchError(
                 f"microbatch {index} of {self.of} was entered where {self._num_done} is next; run each index from 0 "
-                "once and in order, or discard() the update"
+                f"once and in order, or discard() the update; for {self._num_done} at the end of an epoch, give their "
+                "number as of="
             )
 
     def check_complete(self) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megabatch.verification.audit_report import MEGABATCH, SAME, Audit
+from megabatch.verification.audit_report import MEGABATCH, SAME, Audit, largest_microbatch
 
 NOT_COMPILED = "TORCH_COMPILE_DISABLE=1"
 MIXIN = """\
@@ -12,7 +12,7 @@ MIXIN = """\
 +    pass
 +
 -trainer = {trainer}(...)
-+trainer = Exact(..., max_microbatch_tokens=8192)"""
++trainer = Exact(..., max_microbatch_tokens={limit})"""
 SENTENCE_TRANSFORMERS = """\
 +from megabatch.integrations.sentence_transformers import MegabatchSentenceTransformerTrainer
 -trainer = {trainer}(...)
@@ -22,7 +22,7 @@ ACCELERATE = """\
 +from megabatch.integrations.accelerate import learner
 -model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 +model, optimizer = accelerator.prepare(model, optimizer)
-+exact = learner(accelerator, model, optimizer, max_norm=1.0, max_microbatch_tokens=8192)
++exact = learner(accelerator, model, optimizer, max_norm=1.0, max_microbatch_tokens={limit})
  for batch in loader:  # a list of the samples of an update: UpdateSampler, collate_fn=list
 -    with accelerator.accumulate(model):
 -        accelerator.backward(model(**batch).loss)
@@ -37,7 +37,7 @@ LIGHTNING = """\
 +class {trainer}(ExactUpdates, LightningModule):
      def __init__(self):
 -        super().__init__()
-+        super().__init__(losses.next_token, batches_per_update={number}, max_microbatch_tokens=8192)
++        super().__init__(losses.next_token, batches_per_update={number}, max_microbatch_tokens={limit})
 -    def training_step(self, batch, batch_idx): ...
 -loader = DataLoader(data, collate_fn=pad)
 +loader = DataLoader(data, collate_fn=list)
@@ -117,6 +117,8 @@ def _change(audit: Audit, reason: str) -> Advice:
     words = {
         "trainer": loop.trainer or "Trainer",
         "number": max(1, len(first.microbatches) // first.world),
+        # The padding that the audit promises is that of microbatches no larger than the largest of this loop.
+        "limit": largest_microbatch(audit.updates) or 8192,
         "step": loop.code or "optimizer.step()",
     }
     place = f"--- {loop.file}, line {loop.line}\n" if loop.file else ""

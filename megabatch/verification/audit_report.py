@@ -459,6 +459,11 @@ def _find_unknown(audit: Audit, records: Sequence[Record]) -> Iterator[str]:
     yield from dict.fromkeys(reasons)
 
 
+def largest_microbatch(updates: Sequence[UpdateFindings]) -> int:
+    """Return the tokens of the largest microbatch, padding included; 0 where they are not known."""
+    return max((record.num_positions for update in updates for _, record in update.microbatches), default=0)
+
+
 def _numbers(indices: Sequence[int]) -> str:
     return ", ".join(str(index + 1) for index in indices)
 

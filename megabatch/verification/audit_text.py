@@ -17,6 +17,7 @@ from megabatch.verification.audit_report import (
     UpdateFindings,
     find_miscounts,
     find_rank_differences,
+    largest_microbatch,
     plural,
 )
 
@@ -213,7 +214,7 @@ def padding_text(updates: Sequence[UpdateFindings]) -> str:
 
 def _replanned_text(updates: Sequence[UpdateFindings], positions: int) -> str:
     """Return the padding with microbatches that are no larger than the largest here, cut by length."""
-    cap = max(record.num_positions for update in updates for _, record in update.microbatches)
+    cap = largest_microbatch(updates)
     computed = tokens = 0
     for update in updates:
         lengths = [max(1, size) for _, record in update.microbatches for size in record.row_tokens]

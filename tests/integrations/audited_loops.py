@@ -257,6 +257,39 @@ def torchtitan(folder: str, *, chunked: bool = True) -> Any:
     return model
 
 
+def diffusers(folder: str) -> Any:
+    """diffusers' train_unconditional.py, in the folder DIFFUSERS_EXAMPLES of its repository, on 20 tiny pictures."""
+    import runpy
+    from types import ModuleType
+
+    # PyPI's torchvision is built for CUDA and does not register its operators without it; the script uses none.
+    sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
+    from diffusers import UNet2DModel
+    from PIL import Image
+
+    pictures = Path(folder, "pictures")
+    pictures.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    for number in range(20):
+        pixels = torch.randint(0, 256, (16, 16, 3), generator=generator, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(pictures / f"{number:02}.png")
+    library: Any = UNet2DModel
+    library(
+        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ).save_config(f"{folder}/unet")  # fmt: skip
+    options = {
+        "train_data_dir": pictures, "model_config_name_or_path": f"{folder}/unet", "output_dir": f"{folder}/out",
+        "cache_dir": f"{folder}/cache", "resolution": 16, "train_batch_size": BATCH, "eval_batch_size": 1,
+        "gradient_accumulation_steps": ACCUMULATED, "num_epochs": 1, "lr_warmup_steps": 0,
+        "ddpm_num_inference_steps": 1,
+    }  # fmt: skip
+    script = Path(os.environ["DIFFUSERS_EXAMPLES"], "unconditional_image_generation", "train_unconditional.py")
+    sys.argv = [str(script), *(f"--{name}={value}" for name, value in options.items())]
+    runpy.run_path(str(script), run_name="__main__")
+    return library.from_pretrained(f"{folder}/out", subfolder="unet")
+
+
 LOOPS: dict[str, Any] = {
     "plain": plain,
     "trainer": trainer,
@@ -272,8 +305,10 @@ LOOPS: dict[str, Any] = {
     "torchtune": torchtune,
     "torchtitan": partial(torchtitan, chunked=False),
     "torchtitan-chunked": torchtitan,
+    "diffusers": diffusers,
 }
 
 if __name__ == "__main__":
-    trained = LOOPS[sys.argv[1]](sys.argv[2])
-    torch.save([each.detach().clone() for each in trained.parameters()], f"{sys.argv[2]}/weights.pt")
+    _, loop, run_folder = sys.argv
+    trained = LOOPS[loop](run_folder)
+    torch.save([each.detach().clone() for each in trained.parameters()], f"{run_folder}/weights.pt")

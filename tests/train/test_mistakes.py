@@ -64,11 +64,12 @@ FILES = {
     "table.xlsx": "x",
     "data.bin": "x",
     "runs/done/checkpoints/latest": "step-1",
+    "runs/done/metrics.jsonl": "",
     "nothing/readme.html": "x",
 }
 MISTAKES = {  # command -> what it gets
     # the recipe
-    "trane recipe.toml": "unknown command 'trane' … the commands are init, show, train",
+    "trane recipe.toml": "unknown command 'trane' (train comes nearest); the commands are init, show, train",
     "train": "no recipe; give the path of a TOML file first",
     "train recip.toml": "no recipe recip.toml (recipe.toml comes nearest); give the path",
     "train broken.toml": "broken.toml is not TOML … mend that line",
@@ -120,6 +121,7 @@ MISTAKES = {  # command -> what it gets
     "train recipe.toml --model.name=./gpt": "model.name is './gpt' and there is no such folder; name one that is",
     "train recipe.toml --model.name=runs/done": "'runs/done', a run of megabatch's; begin with its weights by",
     "train recipe.toml --model.config=none --model.name=gpt2": "write --model.name=NAME alone, which replaces it",
+    "train recipe.toml --model.config.model_type=lama": "which transformers does not know; the nearest type is llama",
     "train recipe.toml --model.config.hidden_sizee=3": "model.config.hidden_sizee … the nearest key is hidden_size",
     "train recipe.toml --model.config.vocab_size=100": "384 tokens and the model a vocabulary of 100; set model.config",
     "train recipe.toml --model.config.num_attention_heads=3": "transformers refuses model.config … change it there",
@@ -143,7 +145,26 @@ MISTAKES = {  # command -> what it gets
     "init new.toml --data sharegpt.jsonl": "sharegpt.jsonl:1 has nothing in one of the fields conversations",
     "train recipe.toml --data.path=utf16.csv": "cannot read utf16.csv as csv ('utf-16 … truncated data); mend it",
     "init recipe.toml --data chats.csv": "recipe.toml is there already, and nothing is overwritten; give another FILE",
+    "report runs": "runs holds runs and is none; give one of them, or print a table of all by megabatch runs runs",
     "export runs/none --to model": "runs/none is no folder; give the folder of a run",
+}
+
+TAKEN = {  # what was a mistake once → what is said of it. The data of others are read as they are
+    "init new.toml --data shared.jsonl": "read: messages_field = conversations",
+    "init new.toml --data alpaca.jsonl": "read: prompt_field = instruction + input, response_field = output",
+    "init new.toml --data tickets.csv --text-field customer_text --label-field category": (
+        "read: text_field = customer_text, label_field = category"
+    ),
+    "init new.toml --data excel.csv": "read: text_field = text",
+    "init new.toml --data list.jsonl": "read: text_field = text",
+    "train recipe.toml --optim.warmup_steps=1000 --run.max_steps=1": "the warmup of 1000 updates is longer than",
+}
+READABLE = {
+    "shared.jsonl": '{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n' * 20,
+    "alpaca.jsonl": '{"instruction": "Translate", "input": "oui", "output": "yes"}\n' * 20,
+    "tickets.csv": "id,customer_text,category\n" + "".join(f"{n},it broke {n},{n % 2}x\n" for n in range(20)),
+    "excel.csv": ("text\n" + "hello\n" * 20).encode("utf-16"),
+    "list.jsonl": json.dumps([{"text": "hello"}] * 20),
 }
 
 
@@ -174,3 +195,15 @@ def test_a_mistake_gets_one_line(folder: Path, words: str, capfd: pytest.Capture
     assert len(err) < 1500
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {path for path in written - {*FILES} if not path.startswith("cache/")} == set()
+
+
+@pytest.mark.parametrize("words", TAKEN)
+def test_a_mistake_of_once_is_read_or_warned_of(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, content in READABLE.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    arguments = words.split()
+    status = front.run(arguments)
+    status = commands.run(arguments) if status is None else status
+    said = "".join(capfd.readouterr())
+    assert status == 0, said
+    assert TAKEN[words] in said

@@ -35,6 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def samples():\n"
         "    ids = torch.tensor([100, 101])\n"
         "    return [{'input_ids': ids, 'labels': torch.tensor([-100, 101]), 'image': torch.zeros(2, 3)}] * 20\n"
+        "def classes():\n"
+        "    return [{'input_ids': torch.tensor([100, 101]), 'labels': torch.tensor(1)}] * 20\n"
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -90,6 +92,12 @@ def test_show_names_the_class_of_a_text(capsys: pytest.CaptureFixture[str]) -> N
         assert f"  labels: {label}\n" in capsys.readouterr().out
 
 
+def test_show_explains_no_marks_where_a_text_has_one_label(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "own.toml").write_text(RECIPE.replace('path = "chats.csv"', ""))
+    own = ["--data.function=own.py:classes", "--model.tokenizer=bytes", "--trust"]
+    assert "learned tokens" not in printed(capsys, "show", "own.toml", *own)
+
+
 def test_show_prints_own_samples_and_stops_where_training_does(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +105,7 @@ def test_show_prints_own_samples_and_stops_where_training_does(
     own = ["--data.function=own.py:samples", "--model.tokenizer=bytes", "--trust"]
     out = printed(capsys, "show", "own.toml", *own)
     assert "own.py:samples: 20 samples\n\nsample 0: 2 tokens, 1 of them learned\na«b»\n  image: [2, 3] float32\n" in out
+    assert out.startswith("learned tokens are between « and »\n")
     assert commands.run(["show", "recipe.toml", "--data.path=pairs.jsonl"]) == 2
     assert "pairs.jsonl:2 is not JSON" in capsys.readouterr().err
 

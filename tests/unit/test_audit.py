@@ -617,6 +617,21 @@ def test_each_library_has_a_change(library: str) -> None:
     assert bool(advice.diff) == (library in DIFFS)
 
 
+@pytest.mark.parametrize(("tokens", "limit"), [(300, 300), (0, 8192)])
+def test_the_change_keeps_the_size_of_the_microbatches(tokens: int, limit: int) -> None:
+    """So that the padding that is promised is the one that comes; 0 is unknown."""
+    found = Audit.from_records(
+        replace(each, loop=LoopRecord("TRL", "SFTTrainer", "train.py", 7, "trainer.train()"))
+        for each in audited("means").records
+        if isinstance(each, UpdateRecord)
+    )
+    for update in found.updates:
+        for _, record in update.microbatches:
+            record.num_positions = 0
+    found.updates[-1].microbatches[-1][1].num_positions = tokens
+    assert advise(found).diff.endswith(f"+trainer = Exact(..., max_microbatch_tokens={limit})")
+
+
 # Losses of preferences and policies
 
 

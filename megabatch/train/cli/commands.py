@@ -29,6 +29,7 @@ from megabatch.train.cli.arguments import (
 from megabatch.train.cli.front import answer
 from megabatch.train.cli.recipe_command import device_path, measures, read_config
 from megabatch.train.config import Config
+from megabatch.train.config.keys import nearest
 from megabatch.train.config.recipe import split_options
 from megabatch.train.records.loggers import holds_the_end
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output, print_line
@@ -77,7 +78,11 @@ def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     if answer(arguments):
         return
     if name not in COMMANDS:
-        raise MegabatchError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}: see megabatch --help")
+        close = nearest(name, COMMANDS)
+        words = f" ({close} comes nearest)" if close else ""
+        raise MegabatchError(
+            f"unknown command {name!r}{words}; the commands are {', '.join(COMMANDS)}: see megabatch --help"
+        )
     if name in WITH_RECIPE:
         run_recipe(name, rest, rendezvous)
     else:

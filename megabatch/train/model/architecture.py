@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -67,7 +67,10 @@ def new_architecture(config: ModelConfig) -> PreTrainedConfig:
     try:
         default = AutoConfig.for_model(model_type)
     except ValueError:
-        raise MegabatchError(f"model.config.model_type is {model_type!r}, which transformers does not know") from None
+        near = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1, cutoff=0.0)[0]
+        raise MegabatchError(
+            f"model.config.model_type is {model_type!r}, which transformers does not know; the nearest type is {near}"
+        ) from None
     for key in (key for key in keys if key in OWNED_KEYS):
         raise MegabatchError(f"model.config.{key} is not the recipe's to set; {OWNED_KEYS[key]}")
     declared = default.to_dict().keys()

@@ -74,7 +74,8 @@ def chat(
     model, tokenizer, is_chat = model_of_run(folder, step, is_trusted) if is_run else model_of_export(folder)
     if tokenizer is None or not callable(getattr(model, "generate", None)) or not model.can_generate():
         raise MegabatchError(
-            f"{folder} has a {type(model).__name__}, which writes no text; give the run of a causal language model"
+            f"{folder} has a {type(model).__name__}, which writes no text; give the run of a causal "
+            "language model (a classifier: megabatch export, then transformers' pipeline)"
         )
     model = model.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     is_chat = is_chat if mode is None else mode == "chat"

@@ -32,12 +32,16 @@ def show_recipe(config: Config) -> None:
     """Print samples of each source of a recipe. Raises `MegabatchError` for what a run would refuse of them."""
     marks = COLORS if sys.stdout.isatty() else MARKS
     tokenizer = load_tokenizer(config.model)
-    print_line(f"learned tokens are {'green' if marks is COLORS else 'between ' + ' and '.join(marks)}")
+    legend = f"learned tokens are {'green' if marks is COLORS else 'between ' + ' and '.join(marks)}"
     if config.data.function is not None:
         samples = own_samples(config, Ranks(0, 1, torch.device("cpu")), silent_console(), None)[TRAIN]
+        if len(samples) and has_token_labels(samples.at(0), tokenizer):
+            print_line(legend)
         print_line(f"\n{config.data.function}: {count(len(samples), 'sample')}")
         for index in range(min(NUM_SHOWN, len(samples))):
             show_own_sample(f"sample {index}", samples.at(index), tokenizer, marks, config.data.options.get("labels"))
+    else:
+        print_line(legend)
     is_shifted = config.loss.function == LossConfig().function  # the first token is no target of next_token
     for key, source in named_sources(config).items():
         skipped = Skipped()
@@ -92,9 +96,7 @@ def show_own_sample(name: str, sample: Any, tokenizer: Any, marks: Sequence[str]
         print_line(f"\n{name}: {shape_text(sample)}")
         return
     fields: dict[str, Any] = dict(cast(Mapping[str, Any], sample))
-    ids: Any = fields.get(IDS)
-    labels: Any = fields.get("labels")
-    if tokenizer is not None and is_tokens(ids) and is_tokens(labels) and labels.shape == ids.shape:
+    if has_token_labels(fields, tokenizer):
         show_sample(name, fields, tokenizer, marks, is_shifted=False)
         fields = {key: value for key, value in fields.items() if key not in (IDS, "labels")}
     else:
@@ -106,6 +108,16 @@ def show_own_sample(name: str, sample: Any, tokenizer: Any, marks: Sequence[str]
             print_line(f"  {key}: {int(value)} ({classes[int(value)]})")
         else:
             print_line(f"  {key}: {shape_text(value)}")
+
+
+def has_token_labels(sample: Any, tokenizer: Any) -> bool:
+    """Return True for a text with a label for each of its tokens."""
+    if tokenizer is None or not isinstance(sample, Mapping):
+        return False
+    fields = cast(Mapping[str, Any], sample)
+    ids: Any = fields.get(IDS)
+    labels: Any = fields.get("labels")
+    return is_tokens(ids) and is_tokens(labels) and labels.shape == ids.shape
 
 
 def is_class(value: Any, classes: Any) -> bool:

@@ -109,6 +109,10 @@ def check_run(folder: Path) -> None:
     if not folder.is_dir():
         raise MegabatchError(f"{folder} is no folder; give the folder of a run, for example runs/stdlib")
     if not (folder / METRICS).is_file():
+        if any(folder.glob(f"*/{METRICS}")):
+            raise MegabatchError(
+                f"{folder} holds runs and is none; give one of them, or print a table of all by megabatch runs {folder}"
+            )
         raise MegabatchError(f"{folder} has no {METRICS}; give the folder of a run that has begun")
 
 
