@@ -20,7 +20,6 @@ import torch
 from benchmarks import one_microbatch, result
 from megabatch import GradientAccumulator, accumulator, losses
 from megabatch.engine import update as engine_update
-from megabatch.engine.by_loss import ByLoss
 
 NUM_BLOCKS, PAIRS_PER_BLOCK = 80, 25
 NUM_RESAMPLES = 4000
@@ -32,20 +31,10 @@ ROWS, TOKENS = 4, 32
 class Nothing:
     """Holds nothing against anything."""
 
-    tried: ByLoss[bool]
-
-    def __init__(self) -> None:
-        self.tried = ByLoss()
-        self.tried.set(losses.next_token, False)
-
-    def of(self, *_: Any) -> None:
+    def of(self, *_: Any, **named: Any) -> None:
         """Note nothing."""
 
-    check = leave = release = check_unmoved = check_reach = of
-
-    def uses_up(self, *_: Any) -> bool:
-        """Try nothing."""
-        return False
+    check = enter = leave = release = of
 
 
 def switches(gradient: GradientAccumulator) -> dict[str, Callable[[], None]]:
@@ -56,6 +45,7 @@ def switches(gradient: GradientAccumulator) -> dict[str, Callable[[], None]]:
         (of_gradient, "_ownership", nothing),
         (wrapper, "check_unchanged", nothing.of),
         (accumulator, "Receipt", nothing),
+        (accumulator, "check_unmoved", nothing.of),
         (engine_update, "separate_gradients", nothing.of),
     ]
     own = [getattr(owner, name) for owner, name, _ in places]

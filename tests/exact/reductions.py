@@ -308,9 +308,9 @@ def buffers(how: str) -> list[bool]:
 
 def buckets(num: str) -> dict[str, Any]:
     """Sums without a wrapper, in buckets of two dtypes, with tensors larger than one and views that are not dense."""
-    from megabatch.wrappers import base
+    from megabatch.wrappers import rank_sums
 
-    before, base.BUCKET_BYTES = base.BUCKET_BYTES, 256
+    before, rank_sums.BUCKET_BYTES = rank_sums.BUCKET_BYTES, 256
     try:
         rank = dist.get_rank()
         dtypes = (torch.float64, torch.float32, torch.bfloat16)
@@ -318,14 +318,14 @@ def buckets(num: str) -> dict[str, Any]:
         tensors = [torch.full(size, float(rank + n), dtype=dtypes[n % 3]) for n, size in enumerate(sizes)]
         tensors += [torch.full((40, 3), 1.0 + rank).t(), torch.tensor(2.0 * rank), torch.full((0, 3), 1.0)]
         with _counting() as calls:
-            base.sum_over_ranks(tensors, dist.group.WORLD)
+            rank_sums.sum_over_ranks(tensors, dist.group.WORLD)
         world = dist.get_world_size()
         ranks = world * (world - 1) / 2
         expected = [ranks + world * n for n in range(int(num))] + [world + ranks, 2 * ranks, 1.0]
         right = all(bool((tensor == value).all()) for tensor, value in zip(tensors, expected, strict=True))
         return {"right": right, "calls": len(calls), "tensors": len(tensors)}
     finally:
-        base.BUCKET_BYTES = before
+        rank_sums.BUCKET_BYTES = before
 
 
 @contextmanager
