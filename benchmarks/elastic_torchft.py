@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import result
-from megabatch import Extension, GradientAccumulator, UpdateSampler, losses
+from megabatch import Extension, GradientAccumulator, UpdateSampler, loss, losses
 from megabatch.planners import Rows, SameBits
 
 CLAIM = (
@@ -48,6 +48,13 @@ NUM_REPLICAS, NUM_UPDATES, BATCH_SIZE, MICRO_BATCH_SIZE = 3, 6, 24, 2
 VOCABULARY, WIDTH, LENGTH, NUM_SAMPLES = 97, 64, 32, 100
 MAX_NORM = 0.5  # below the norm of these gradients, so that the clip bites
 TOLERANCE = 1e-12
+SETTINGS = {  # and how far a gradient may be from that of plain torch
+    "float64": TOLERANCE,
+    "dropout": TOLERANCE,  # of 10 %
+    "fsdp2": TOLERANCE,  # two ranks each
+    "same_bits": 0.0,  # float32
+    "mixed": 1e-7,  # a parameter in float32, two terms, and sums in float64
+}
 HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, COLLECTIVE_TIMEOUT_SECONDS = 0.05, 0.5, 2.0
 START_LIMIT_SECONDS, RUN_LIMIT_SECONDS = 300, 90  # on a machine that is busy with others
 PRELOADED = ["torchft", "transformers.models.gpt2.modeling_gpt2", "megabatch.learner", "megabatch.integrations.torchft"]
@@ -71,7 +78,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """A run. ``setting`` is "float64", "dropout" (of 10 %), "same_bits" (float32), or "fsdp2" (two ranks each)."""
+    """A run. ``setting`` is one of SETTINGS."""
 
     name: str
     faults: tuple[Fault, ...] = ()
@@ -89,7 +96,40 @@ def new_model(setting: str = "float64", seed: int = 0) -> nn.Module:
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
+    if setting == "mixed":
+        return Scaled(model.double())
     return model if setting == "same_bits" else model.double()
+
+
+class Scaled(nn.Module):
+    """A model in float64 with a scale of its logits in float32."""
+
+    def __init__(self, model: GPT2LMHeadModel) -> None:
+        super().__init__()
+        self.model, self.scale = model, nn.Parameter(torch.ones(VOCABULARY))
+
+    @property
+    def transformer(self) -> nn.Module:
+        return self.model.transformer
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        output = self.model(**batch)
+        output.logits = output.logits * self.scale.double()
+        return output
+
+
+def two_weights(microbatch: Any) -> dict[str, Any]:
+    return {"next_token": losses.next_token.weigh(microbatch), "first": len(microbatch["labels"])}
+
+
+@loss(weigh=two_weights)
+def two_terms(model: Any, microbatch: Any) -> dict[str, tuple[torch.Tensor, Any]]:
+    """Two means, over tokens and over samples."""
+    labels = microbatch["labels"]
+    logits = model(input_ids=microbatch["input_ids"]).logits
+    total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    first = logits[:, 0].logsumexp(-1).square().sum()
+    return {"next_token": (total, (labels[:, 1:] != -100).sum()), "first": (first, len(labels))}
 
 
 def new_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -122,9 +162,9 @@ def flat(tensors: Any) -> torch.Tensor:
 Reference = tuple[list[torch.Tensor], torch.Tensor]
 
 
-def undisturbed() -> Reference:
+def undisturbed(setting: str = "float64") -> Reference:
     """Every update's clipped gradient, and the weights after the last, in plain torch, sample by sample."""
-    model, data, sampler = new_model(), samples(), new_sampler()
+    model, data, sampler = new_model(setting), samples(), new_sampler()
     optimizer, scheduler = new_optimizer(model)
     gradients = []
     while len(gradients) < NUM_UPDATES:
@@ -134,7 +174,10 @@ def undisturbed() -> Reference:
             for sample in ids:
                 row = data[sample][None]
                 logits = model(input_ids=row).logits[0, :-1]
-                (nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum") / weight).backward()
+                total = nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum") / weight
+                if setting == "mixed":
+                    total = total + model(input_ids=row).logits[0, 0].logsumexp(-1).square() / len(ids)
+                total.backward()
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             gradients.append(flat(parameter.grad for parameter in model.parameters()))
             optimizer.step()
@@ -241,6 +284,8 @@ def watched_manager(journal: Journal, lighthouse: str, **settings: Any) -> tuple
             journal.reach("verdict", update)
             if journal.reach("split", update):
                 self.report_error(RuntimeError("planned: this replica missed the end of the reduction"))
+            if (failure := self.errored()) is not None:
+                journal.write("failure", update=update, reason=str(failure.original_exception))
             commits = super().should_commit(*given, **named)
             journal.attempt = 0 if commits else journal.attempt + 1
             return commits
@@ -287,9 +332,12 @@ def run_replica(index: int, rank: int, folder: Path, lighthouse: str, case: Case
     for other in range(case.num_replicas):  # a replica that asks for a quorum now waits for those that send heartbeats
         wait_for_file(folder / f"replica{other}.managed")
     replicas = torchft.Replicas(manager, group, sampler, optimizer, scheduler=scheduler, lighthouse=lighthouse)
+    is_mixed = case.setting == "mixed"
     gradient = GradientAccumulator(
-        model, planner=new_planner(case.setting), extensions=[replicas, Watch(journal, manager)]
+        model, planner=new_planner(case.setting), extensions=[replicas, Watch(journal, manager)],
+        accumulate_dtype=torch.float64 if is_mixed else None,
     )  # fmt: skip
+    loss_fn = two_terms if is_mixed else losses.next_token
 
     def load(ids: list[int]) -> list[dict[str, torch.Tensor]]:
         if manager.current_step() == case.num_updates - 2:  # who comes later is alone
@@ -300,7 +348,7 @@ def run_replica(index: int, rank: int, folder: Path, lighthouse: str, case: Case
         return [{"input_ids": data[sample], "labels": data[sample]} for sample in ids]
 
     began = resource.getrusage(resource.RUSAGE_SELF)
-    for update in replicas.updates(gradient, load, losses.next_token, num_updates=case.num_updates, max_norm=MAX_NORM):
+    for update in replicas.updates(gradient, load, loss_fn, num_updates=case.num_updates, max_norm=MAX_NORM):
         number = manager.current_step() - 1
         journal.reach("step", number)
         assert update.finite
@@ -477,7 +525,7 @@ def judge(folder: Path, case: Case, reference: Reference) -> dict[str, Any]:
         "computed_again": num_computed - num_microbatches(case),
         "hung": (folder / "hung").exists(),
     }
-    tolerance = 0.0 if case.setting == "same_bits" else TOLERANCE
+    tolerance = SETTINGS[case.setting]
     row["right"] = (
         len(faults) == sum(fault.point != "split" for fault in case.faults)
         and row["updates"] == case.num_updates
@@ -492,9 +540,12 @@ def judge(folder: Path, case: Case, reference: Reference) -> dict[str, Any]:
 
 
 def num_microbatches(case: Case) -> int:
-    sampler, num_ranks = new_sampler(case.setting), 2 if case.setting == "fsdp2" else 1
-    sizes = [size for _, size in zip(range(case.num_updates), sampler.sizes(100), strict=False)]
-    return sum(-(-size // (MICRO_BATCH_SIZE * num_ranks)) for size in sizes)
+    """Return the microbatches of a run. The last update of an epoch has 4 samples, each in one unless bits matter."""
+    num_ranks, rows = 2 if case.setting == "fsdp2" else 1, {BATCH_SIZE: MICRO_BATCH_SIZE, 4: 1}
+    if case.setting == "same_bits":
+        rows[4] = MICRO_BATCH_SIZE
+    sizes = [size for _, size in zip(range(case.num_updates), new_sampler(case.setting).sizes(100), strict=False)]
+    return sum(-(-size // (rows[size] * num_ranks)) for size in sizes)
 
 
 def times_after(fault: dict[str, Any], most: int, events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.exact import proofs, test_context, test_joint, test_memory, test_pipeline, test_tied, test_windows
 from tests.exact.mutations import MUTATIONS
+from tests.integrations import test_torchft_planted
 from tests.test_docs import DOCS, PAGES, ROOT
 from tests.test_imports import CHAPTERS, FILES, TREES
 from tests.trainer.mutations import BUGS
@@ -55,6 +56,6 @@ def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
 def test_the_page_counts_the_planted_bugs() -> None:
     tables = [
         MUTATIONS, test_joint.BUGS, test_memory.PLANTED, test_pipeline.OWN, test_context.BUGS, test_windows.PLANTED,
-        test_tied.PLANTED, BUGS, *proofs.FAULTS.values(),
+        test_tied.PLANTED, BUGS, test_torchft_planted.PLANTED, *proofs.FAULTS.values(),
     ]  # fmt: skip
-    assert f"Nine tests plant {sum(map(len, tables))} bugs" in section("Planted bugs")
+    assert f"Ten tests plant {sum(map(len, tables))} bugs" in section("Planted bugs")

@@ -13,7 +13,7 @@ import random
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -31,13 +31,17 @@ from megabatch.engine.update import OpenUpdate, Update
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.integrations.lighthouse import call_while_it_answers
 from megabatch.losses.contract import LossFunction, Term, loss_hooks
-from megabatch.planning.balancing import fill
+from megabatch.planners.same_bits import SameBitsPlanner
+from megabatch.planning.balancing import balance, fill
+from megabatch.planning.dealing import plan
+from megabatch.planning.plan import CostModel, Plan
 from megabatch.planning.sampler import UpdateSampler
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.wrappers.base import SelfWrapped, local, trainable
 
 MESSAGE_ELEMENTS = 2**23  # of a gradient
+CUT_FOR = 6  # replicas: two, three and six of them then have equal shares
 Load = Callable[[list[int]], Batch]
 Row = dict[str, Any]  # what one replica tells the others
 
@@ -89,6 +93,7 @@ class Replicas(Extension):
 
     Attributes:
         num_replicas: Replicas of the last quorum. 0 before the first.
+        last_plan: Microbatches of the last update that was begun, on all replicas.
 
     Raises:
         PlanError: In `attach`, a model or an accumulator whose gradients replicas cannot sum exactly.
@@ -98,7 +103,7 @@ class Replicas(Extension):
         self, manager: Any, process_group: Any, sampler: UpdateSampler, optimizer: torch.optim.Optimizer, *,
         scheduler: Any = None, seed: int = 0, lighthouse: str | None = None,
     ) -> None:  # fmt: skip
-        self.num_replicas = 0
+        self.num_replicas, self.last_plan = 0, Plan((), ())
         self._lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
         self._manager, self._group, self._seed = manager, process_group, seed
         self._sampler, self._optimizer, self._scheduler = sampler, optimizer, scheduler
@@ -130,6 +135,9 @@ class Replicas(Extension):
         if problem is not None:
             raise PlanError(f"Replicas and {problem}")
         self._accumulator, self._limits = weakref.ref(gradient), gradient.planner.stated_limits
+        # A measured cost would differ between replicas, and with it the cut.
+        self._cost = gradient.planner.cost
+        self._has_same_bits = isinstance(gradient.planner, SameBitsPlanner)
         self._device = next(gradient.model.parameters()).device
         self._degree = ranks.degree  # ranks of a replica, each with a column of the microbatches
         self._column = dist.get_rank() if self._degree > 1 else 0
@@ -304,10 +312,11 @@ class Replicas(Extension):
         if gradient.open_update is None:
             self._terms.clear()  # after an error in a call and discard(), their gradients are gone
         rank, size = self._manager.participating_rank(), self.num_replicas
-        indices = set(range(rank, len(self._groups), size))  # some replica of this quorum counts each microbatch
+        shares = self._deal(range(len(self._groups)))  # some replica of this quorum counts each microbatch
+        indices = shares[rank]
         if self._num_made == 0:  # compare data and loss with the next replica
-            indices.add((rank + 1) % len(self._groups))
-        for index in sorted(indices):
+            indices = indices + shares[(rank + 1) % size][:1]
+        for index in indices:
             if index not in self._weights:
                 prepared = gradient.planner.prepare(self._batch(load, index), loss_hooks(loss_fn))
                 self._weights[index] = prepared.weight_sums
@@ -341,7 +350,12 @@ class Replicas(Extension):
             elif holder == rank:  # it was away while others computed its share again, and a sum gives nothing back
                 self._terms.clear()
                 gradient.discard()
-        return [index for index in range(len(self._groups)) if index not in held][rank::size]
+        return self._deal([index for index in range(len(self._groups)) if index not in held])[rank]
+
+    def _deal(self, indices: Sequence[int]) -> list[list[int]]:
+        """Deal microbatches over the replicas of this quorum by cost."""
+        shares = balance([self._prices[index] for index in indices], self.num_replicas)
+        return [[indices[place] for place in places] for places in shares]
 
     def _compare(self, rows: list[Row]) -> tuple[Finding, str]:
         """Compare the rows of all replicas with that of the replica that has made the most updates."""
@@ -409,6 +423,7 @@ class Replicas(Extension):
         self._opened: OpenUpdate | None = None  # by `updates`
         self._ids: list[int] = []
         self._groups: list[list[tuple[int, ...]]] = []  # by microbatch: the sample ids of each column
+        self._prices: list[float] = []  # by microbatch: the cost of its slowest column
         self._position: dict[str, Any] = {}  # of the sampler, before the update
         self._weights: dict[int, dict[str, float]] = {}  # by microbatch, as far as they are counted
         self._batches: dict[int, Batch] = {}  # that were loaded to count them
@@ -421,11 +436,37 @@ class Replicas(Extension):
         self._ids = next(iter(self._sampler), []) or next(iter(self._sampler), [])
         if not self._ids or self._sampler.share(self._ids) != self._ids:
             raise PlanError("the sampler yields a share of the update; give UpdateSampler dp_rank=0 and dp_degree=1")
-        rows, tokens = self._limits
-        lengths = self._sampler.lengths[self._ids].tolist()
-        groups = [tuple(self._ids[item] for item in items) for items in fill(lengths, max_rows=rows, max_tokens=tokens)]
+        self.last_plan = update = self.plan(self._sampler.lengths[self._ids].tolist())
+        groups = [tuple(self._ids[item] for item in items) for items in update.microbatches]
+        prices = [self._price(update.lengths, items) for items in update.microbatches]
         groups += [()] * (-len(groups) % self._degree)
-        self._groups = [groups[first : first + self._degree] for first in range(0, len(groups), self._degree)]
+        starts = range(0, len(prices), self._degree)
+        self._groups = [groups[start : start + self._degree] for start in starts]
+        self._prices = [max(prices[start : start + self._degree]) for start in starts]
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Return the microbatches of an update on all replicas, from the costliest on.
+
+        The number of replicas plays no part: it may change within the update, and a microbatch has one dropout mask.
+
+        Args:
+            lengths: Tokens of each sample of the update.
+        """
+        rows, tokens = self._limits
+        if self._has_same_bits:  # one process cuts like this
+            groups = fill(lengths, max_rows=rows, max_tokens=tokens)
+        else:
+            degree = CUT_FOR * self._degree
+            shares = plan(
+                lengths, dp_degree=degree, micro_batch_size=rows, max_microbatch_tokens=tokens, cost=self._cost
+            )
+            groups = [tuple(share.samples[row] for row in cut) for share in shares for cut in share.microbatches if cut]
+        # Neighbors wait for each other in a replica of several ranks.
+        groups.sort(key=lambda items: self._price(lengths, items), reverse=True)
+        return Plan(tuple(groups), tuple(lengths), reason="replicas sum once an update")
+
+    def _price(self, lengths: Sequence[int], items: Sequence[int]) -> float:
+        return (self._cost or CostModel()).seconds(len(items), max(lengths[item] for item in items))
 
     def _batch(self, load: Load, index: int) -> Batch:
         """Return this rank's samples of a microbatch."""

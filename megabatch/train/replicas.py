@@ -18,7 +18,6 @@ from megabatch import Plan, UpdateSampler
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.integrations.lighthouse import LighthouseError
 from megabatch.integrations.torchft import Replicas
-from megabatch.planning import fill
 from megabatch.train.checkpoints.metadata import check_same_run
 from megabatch.train.checkpoints.paths import POINTER, checkpoints_of, path_of, step_of
 from megabatch.train.checkpoints.run_folder import enter_shared_folder
@@ -157,7 +156,7 @@ class Replica:
         context.heartbeat.start_update(context.step + 1)
         context.updates.go_on(self._sampler.drawn, self._sampler.state_dict())
         context.expected_samples, context.epoch = context.updates.size, context.updates.epochs
-        context.num_calls, context.plan = 1, self._plan(self._sampler.drawn)
+        context.num_calls, context.plan = 1, self._on_main(self._replicas.last_plan)
         number = self._replicas.num_replicas
         is_first = self._manager.participating_rank() == 0
         self._shared.is_writer = context.console.is_logged = is_first
@@ -169,14 +168,9 @@ class Replica:
         for callback in context.callbacks.before_update:
             callback.before_update(context)
 
-    def _plan(self, ids: list[int]) -> Plan:
-        """Return the microbatches of an update on all replicas. They are counted on the main rank."""
-        if not self._context.ranks.is_main:
-            return Plan((), ())
-        lengths, update = self._sampler.lengths[ids].tolist(), self._context.config.update
-        tokens: Any = update.max_microbatch_tokens  # a number
-        microbatches = fill(lengths, max_rows=update.micro_batch_size, max_tokens=tokens)
-        return Plan(tuple(microbatches), tuple(lengths), reason="replicas sum once an update")
+    def _on_main(self, plan: Plan) -> Plan:
+        """Return a plan on the main rank, which counts the microbatches of all replicas, and an empty one elsewhere."""
+        return plan if self._context.ranks.is_main else Plan((), ())
 
     def _connect(self) -> tuple[Any, Any]:
         """Return torchft's manager and its process group. Other replicas wait for this one from here on."""
@@ -214,7 +208,8 @@ class Replica:
             # Later checkpoints, of updates that are made again, do not count.
             pointer = checkpoints_of(context.folder) / POINTER
             context.ranks.on_main(lambda: replace_text(pointer, path_of(context.folder, step).name), str(pointer))
-        context.plan = self._plan(next(iter(copy(self._sampler)), []))
+        ids = next(iter(copy(self._sampler)), [])
+        context.plan = self._on_main(self._replicas.plan(self._sampler.lengths[ids].tolist()))
         self._start()
         self._is_open = True
 

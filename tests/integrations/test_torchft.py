@@ -98,6 +98,13 @@ def test_the_same_bits_with_and_without_a_loss(tmp_path):
     assert row["gradient_error"] == row["weights_error"] == 0.0
 
 
+@pytest.mark.full
+@needs_torchft
+def test_two_terms_and_two_dtypes_added_in_float64(tmp_path):
+    case = Case("killed, and one joins", (Fault(1, 1, "reduction"),), join_after=1, setting="mixed")
+    run(case, tmp_path, elastic_torchft.undisturbed("mixed"))
+
+
 @needs_torchft
 @pytest.mark.parametrize("damage", ["none", "gradient", "update", "weights", "bits", "samples", "ended", "not killed"])
 def test_a_run_is_judged_by_gradients_weights_and_samples(tmp_path, exact, damage):
