@@ -306,6 +306,7 @@ class LongSample:
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
         """Give the model the cache whenever it is called. Raises `LossContractError` for a call that does not fit."""
+        from megabatch.batching.chunk_attention import lean_attention  # which imports transformers
 
         def extend(_: nn.Module, placed: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             self.running.num_forwards += 1
@@ -334,7 +335,8 @@ class LongSample:
         if self.states.kept:
             hooks.append(self._decoder.register_forward_hook(self.states.lengthen))
         try:
-            yield
+            with lean_attention():
+                yield
         finally:
             for hook in hooks:
                 hook.remove()

@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[str, ...]] = {  # by what the error says; all others ar
     "does not keep all that tokens read": ("openai-gpt", "recurrent_gemma", "rwkv", "xlm", "xlnet"),
     "does not run in chunks": ("minimax", "mllama", "xlstm"),
     "has layers of DeepseekV4": ("deepseek_v4",),
-    "of which a chunk sees a part": ("cpmant", "prophetnet"),
+    "of which a chunk sees a part": ("big_bird", "cpmant", "prophetnet"),
 }  # fmt: skip
 
 
