@@ -17,14 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.batching.model_facts import with_config
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1
-from megabatch.torch_private.operations import pytree
-from megabatch.torch_private.process_groups import root_mesh
-from megabatch.wrappers.base import END, Choice, Wrapper, local
+from megabatch.torch_private.module_members import has_compiled
+from megabatch.torch_private.operations import TorchDispatchMode, pytree
+from megabatch.torch_private.process_groups import group_named, is_boxed_group, root_mesh
+from megabatch.wrappers.base import END, Choice, Wrapper, local, stranding
 from megabatch.wrappers.checks import find_dispatches, refuse_unknown
 from megabatch.wrappers.exact_gradients import ExactGradients
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
@@ -53,11 +55,8 @@ class ExpertParallelWrapper(Wrapper):
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__(model, DataRanks(groups_of(mesh, SAMPLE_AXES)[::-1]))
         self._replica_groups = [group for group in groups_of(mesh, DATA_AXES) if group.size() > 1]
-        self._layers = {
-            name: module
-            for name, module in model.named_modules()
-            if any(map(is_expert, module.parameters(recurse=False)))
-        }
+        self._layers = modules_with_experts(model)
+        self._watch = SummedOutputs(model)
         self._check_replicas(mesh.get_local_rank(EXPERT_AXIS))
 
     def accumulate_in(self, wide: WideGradients) -> None:
@@ -82,7 +81,8 @@ class ExpertParallelWrapper(Wrapper):
             hooks.append(layer.register_forward_pre_hook(partial(self._meet_forward, 2 * number)))
             hooks.append(layer.register_forward_hook(partial(self._watch_backward, 2 * number + 1)))
         try:
-            yield
+            with self._watch.of_first_microbatch():
+                yield
             self.meet(END)
         finally:
             for hook in hooks:
@@ -141,10 +141,75 @@ class ExpertParallelFSDP2(FSDP2Wrapper):
     def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
         super().__init__(model, modules, ranks)
         self.kind_name = f"{self.kind_name} and expert parallelism"
+        self._watch = SummedOutputs(model)
 
     def accumulate_in(self, wide: WideGradients) -> None:
         refuse_same_bits(wide)
         super().accumulate_in(wide)
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        with super().microbatch(policy, last=last), self._watch.of_first_microbatch():
+            yield
+
+
+class SummedOutputs(TorchDispatchMode):
+    """Refuses a model whose ranks along ``ep`` add up the outputs of experts, as ranks that share samples do.
+
+    The backward of such a sum gives experts the gradient of one rank's samples alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._layers = modules_with_experts(model)
+        experts = filter(is_expert, model.parameters())
+        self._groups = [dist.get_process_group_ranks(each.device_mesh.get_group(EXPERT_AXIS)) for each in experts]
+        self._widths: set[int] = set()  # of tensors that were summed
+        self._is_first = not has_compiled(model)  # a compiler leaves a forward alone in which a mode is open
+
+    @contextlib.contextmanager
+    def of_first_microbatch(self) -> Generator[None]:
+        """Look at the first microbatch. Raise `PlanError` after it, on the ranks that have seen such a sum."""
+        if not self._is_first:
+            yield
+            return
+        self._is_first = False
+        widths: dict[int, str] = {}
+
+        def note_width(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+            tensors = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.ndim > 1]
+            widths.update((tensor.shape[-1], name) for tensor in tensors)
+
+        hooks = [layer.register_forward_hook(partial(note_width, name)) for name, layer in self._layers.items()]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if summed := widths.keys() & self._widths:
+            raise stranding(
+                PlanError(
+                    f"ranks along 'ep' sum the outputs of the experts of {widths[summed.pop()]!r}, as if they shared "
+                    "samples; name the axis 'tp' and give these ranks the same samples, or exchange tokens"
+                )
+            )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # the operations inside of it come here
+        if func.namespace in ("c10d", "_c10d_functional") and "allreduce" in func.__name__.replace("_", ""):
+            tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, Tensor) and each.ndim > 1]
+            if dist.get_process_group_ranks(_group_among(args)) in self._groups:
+                self._widths.update(tensor.shape[-1] for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def modules_with_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that hold experts on ranks of their own, by name."""
+    return {
+        name: module for name, module in model.named_modules() if any(map(is_expert, module.parameters(recurse=False)))
+    }
 
 
 def wrapper_of_experts(model: nn.Module, inner: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
@@ -180,6 +245,12 @@ def refuse_same_bits(wide: WideGradients) -> None:
             "SameBits and experts are on ranks of their own (mesh axis 'ep'), where an expert adds the tokens of "
             "several ranks in one product; keep every expert on every rank, or leave SameBits out"
         )
+
+
+def _group_among(arguments: Sequence[Any]) -> dist.ProcessGroup:
+    """Return the process group of a collective, which its operation names or holds in a box."""
+    boxed = [argument for argument in arguments if is_boxed_group(argument)]
+    return dist.ProcessGroup.unbox(boxed[0]) if boxed else group_named(arguments[-1])
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

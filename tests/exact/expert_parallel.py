@@ -110,23 +110,44 @@ class DispatchedBlock(Block):
         return hidden + mixed.view_as(hidden), logits
 
 
-def spread(model: SparseLM, mesh: DeviceMesh) -> SparseLM:
-    """Give each rank along ``ep`` its experts."""
+class SummedBlock(Block):
+    """The same for ranks that share samples: each runs its experts on all tokens, and the outputs are summed."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        from transformers.distributed.parallel_utils import _AllReduceBackward, _AllReduceForward
+
+        length = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype)
+        hidden = hidden + hidden.cumsum(1) / length[:, None]  # [B, T, D]
+        logits, weights, chosen = self.router(hidden)
+        inputs, weights = (_AllReduceBackward.apply(each, self.group) for each in (hidden, weights))
+        own = self.experts.to_local()
+        outputs = torch.einsum("btd,edf->btef", inputs, own).tanh().flatten(0, 1)  # [B * T, E, D]
+        kept = torch.zeros_like(logits).scatter(1, chosen, weights).chunk(self.group.size(), 1)[self.group.rank()]
+        mixed = _AllReduceForward.apply((kept[:, :, None] * outputs).sum(1), self.group)
+        return hidden + mixed.view_as(hidden), logits
+
+
+def spread(model: SparseLM, mesh: DeviceMesh, kind: type[Any] = DispatchedBlock) -> SparseLM:
+    """Give each rank along an axis its experts."""
     for block in model.blocks:
-        block.__class__ = DispatchedBlock
+        block.__class__ = kind
         block.group = mesh.get_group()
         block.experts = nn.Parameter(distribute_tensor(block.experts.detach(), mesh, [Shard(0)], src_data_rank=None))
     return model
 
 
-def shard_sparse(model: SparseLM, degree: int, replicas: int = 1, axis: str = "ep") -> SparseLM:
+def shard_sparse(
+    model: SparseLM, degree: int, replicas: int = 1, axis: str = "ep", kind: type[Any] = DispatchedBlock
+) -> SparseLM:
     """torchtitan's layout: FSDP2 over all ranks, with another mesh for the experts of each block."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
     ranks = dist.get_world_size() // replicas
     dense = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp_replicate", "fsdp"))
     mesh = init_device_mesh("cpu", (replicas, ranks // degree, degree), mesh_dim_names=("dp_replicate", "efsdp", axis))
-    spread(model, mesh[axis])
+    spread(model, mesh[axis], kind)
     if replicas == 1:
         data, info = dense["fsdp"], FSDPMeshInfo(mesh=mesh["efsdp"], shard_mesh_dim=0)
     else:
@@ -339,7 +360,10 @@ def with_shared_samples(name: str) -> dict[str, Any]:
     with warnings.catch_warnings(), Float64WithoutDropout():
         warnings.simplefilter("ignore")
         reference = reference_of(family, torch.float64)
-        model = dispatched(copy.deepcopy(reference), mesh["tp"], exchange, mesh["tp"])
+        if family == "sparse":
+            model: nn.Module = spread(sparse_lm(), mesh["tp"], SummedBlock)
+        else:
+            model = dispatched(copy.deepcopy(reference), mesh["tp"], exchange, mesh["tp"])
         accumulator = GradientAccumulator(model, micro_batch_size=1, mesh=mesh)
         found: list[tuple[float, str]] = []
         for shares in (((0, 1, 2), (3, 4, 6)), ((5, 2, 1), (0,))):

@@ -40,7 +40,8 @@ def is_quick(cell: Cell) -> bool:
 
 NAMES = {f"cell/{cell.name}": cell for cell in CELLS}
 WAYS = [f"option/{option}:{layout}:2:2" for option in OPTIONS for layout in ("plain", "sharded")]
-SHARED = [f"shared/mixtral:{exchange}:{world}:2" for exchange in ("all_reduce", "all_to_all") for world in (2, 4)]
+EXCHANGES_OF_SHARED = ("mixtral:all_reduce", "mixtral:all_to_all", "sparse:own")
+SHARED = [f"shared/{exchange}:{world}:2" for exchange in EXCHANGES_OF_SHARED for world in (2, 4)]
 VERIFIED = {  # models, and what verify says of them
     **{f"verify/{family}:{layout}:right:2:2": "" for family in FAMILIES for layout in ("plain", "sharded")},
     **{f"verify/mixtral:{layout}:right:4:2": "" for layout in ("plain", "sharded", "hybrid")},
@@ -128,7 +129,10 @@ PLANTED = {  # bugs, and a job that sees each
              "sum_over_ranks(experts, group)\n", "sum_over_ranks(experts, group)\n"
              "            for each in experts:\n                each /= self.ranks.degree\n"): VERIFIED_ALONE,
     Mutation("count experts twice in the norm", EXPERTS,
-             "self._layers = {", "self.norm_groups = groups_of(mesh, (EXPERT_AXIS,))\n        self._layers = {"): ALONE,
+             "self._replica_groups = [",
+             "self.norm_groups = groups_of(mesh, (EXPERT_AXIS,))\n        self._replica_groups = ["): ALONE,
+    Mutation("count shards twice in the norm", EXPERTS,
+             "self.kind_name = f", "self.norm_groups = ranks.groups\n        self.kind_name = f"): SHARDED,
     Mutation("let FSDP2 average experts", "wrappers/fsdp2.py",
              "module.set_gradient_divide_factor(1.0)",
              "module.set_gradient_divide_factor(2.0 if 'Experts' in type(module).__name__ else 1.0)"): LOADED,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch import GradientAccumulator, verify
 from megabatch.pipeline import Pipeline
 from megabatch.planners import Rows, SameBits
-from tests.exact.expert_parallel import SIZES, dispatched, shard_sparse, spread
+from tests.exact.expert_parallel import SIZES, SummedBlock, dispatched, shard_sparse, spread
 from tests.exact.experts import samples, unbalanced
 from tests.exact.sparse import SparseLM, sparse_lm
 from tests.exact.tiny import tiny
@@ -132,6 +132,12 @@ def other_forwards() -> str:
     return told(lambda: gradient.forward_backward(samples(0, 2), twice))
 
 
+def summed(model: nn.Module) -> str:
+    """Ranks that share samples, of which the mesh says that they do not."""
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    return told(lambda: gradient.forward_backward(samples(0, 2), unbalanced))
+
+
 BESIDE = "PlanError: mesh axis 'cp' has 2 ranks beside 'ep'"
 CASES: dict[str, tuple[Callable[[], str], str]] = {
     "in DDP": (lambda: accumulated(data_parallel()), "in DistributedDataParallel"),
@@ -152,6 +158,8 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "shared samples": (lambda: accumulated(with_attribute("_tp_size", 2)), "tp_size=2"),
     "one batch": (lambda: accumulated(of_transformers("ep", shares=True)), "but 2 ranks share their samples"),
+    "sums": (lambda: summed(spread(sparse_lm(), mesh_of(1, 2)["ep"], SummedBlock)), "of 'blocks.1', as if"),
+    "sums in FSDP2": (lambda: summed(shard_sparse(sparse_lm(), 2, kind=SummedBlock)), "of 'blocks.1', as if"),
     "sent twice": (lambda: accumulated(of_transformers("ep", times=2)), "sent twice … 'model.layers.0.mlp.experts'"),
     "sent twice along tp": (lambda: accumulated(of_transformers("tp", times=2, shares=True)), "sent twice"),
     "all samples along tp": (lambda: accumulated(of_transformers("tp")), "different samples along ('tp',)"),
