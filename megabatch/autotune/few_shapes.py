@@ -14,8 +14,9 @@ from torch import nn
 from megabatch.autotune.shapes_planner import ShapesPlanner, check_loss
 from megabatch.batching.mixing_causes import find_mixing_causes
 from megabatch.batching.model_facts import EXPERTS, ModelFacts, is_causal, with_config
+from megabatch.batching.odd_values import to_dense_tensor
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import IGNORED_LABEL, Batch, Padded, to_dense_tensor
+from megabatch.batching.samples import IGNORED_LABEL, Batch, Padded
 from megabatch.engine.agreement import first_failure
 from megabatch.engine.call import MicrobatchPlanner
 from megabatch.engine.extension import Extension

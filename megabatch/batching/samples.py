@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, itemgetter
 from typing import Any, cast
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megabatch.batching.kinds import kind_of, shape_of
+from megabatch.batching.odd_values import as_dict, no_mapping_error, to_dense_tensor
 from megabatch.batching.tree import clone, each_leaf, memory_of
 from megabatch.errors import PlanError
 from megabatch.planning.plan import CostModel, Plan, plan_kinds, plan_share
@@ -106,8 +108,11 @@ class Batching:
 
     def samples(self, batch: Batch, length: Length | None = None, part: Prepare | None = None) -> "Samples":
         """Return a batch as samples; see `Samples`. A batch may bring its own class of them, as `Deferred` does."""
-        is_mapping = isinstance(batch, Mapping)
-        new_samples: type[Samples] = getattr(type(batch), "samples_class", RowSamples if is_mapping else Samples)
+        new_samples: type[Samples] = getattr(type(batch), "samples_class", Samples)
+        if new_samples is Samples and isinstance(batch, Mapping):
+            from megabatch.batching.row_samples import RowSamples
+
+            new_samples = RowSamples
         return new_samples(batch, self, length, part)
 
     def collate(self, samples: list[Any], rows: Sequence[int]) -> Microbatch:
@@ -221,7 +226,7 @@ class Padded(Batching):
         """Return the kind of each sample: its keys, and sizes that are not padded. None if all are of one kind."""
         if _are_rows_of_tokens(samples):
             return None
-        kinds = [_kind_of(sample, self.pad.fills) for sample in samples]
+        kinds = [kind_of(sample, self.pad.fills) for sample in samples]
         return kinds if len(set(kinds)) > 1 else None
 
 
@@ -366,12 +371,12 @@ class Samples:
         """Return the keys of a list's samples that differ in shape, without tokens and masks."""
         samples = [self._batch[index] for index in indices]
         names = [name for name in samples[0].keys() if not name.endswith(NOT_COUNTED)]  # noqa: SIM118 - a TensorDict
-        return [name for name in names if len({_shape_of(sample[name]) for sample in samples}) > 1]
+        return [name for name in names if len({shape_of(sample[name]) for sample in samples}) > 1]
 
     def column(self, name: str) -> list[Tensor]:
         """Return one tensor of each sample. Raises `PlanError` for samples without it, and for a deferred batch."""
         if any(name not in sample for sample in self._batch):
-            raise _lacks(name)
+            raise missing_key_error(name)
         return [to_dense_tensor(name, sample[name]) for sample in self._batch]
 
     def forget_early(self) -> None:
@@ -414,59 +419,12 @@ class Samples:
         return checksum
 
 
-class RowSamples(Samples):
-    """A mapping of tensors with samples in dim 0."""
-
-    is_list = False
-
-    def _read(self, batch: Any) -> dict[str, Tensor]:
-        return _checked_rows(batch)
-
-    def _measure(self) -> list[int]:
-        if self._length is not None:
-            try:
-                return [int(self._length(sample)) for sample in split_rows(self._batch)]
-            except StopIteration as error:
-                raise PlanError(f"the function length= {STOPPED}") from error
-        first = next(iter(self._batch.values()))
-        return self._refuse_empty([first.shape[1] if first.ndim > 1 else 1] * len(first))
-
-    def take_whole(self, indices: Sequence[int]) -> Microbatch:
-        """Collate the rows at ``indices``, without the loss's view of them."""
-        return self.batching.collate_rows(_take_rows(self._batch, indices), indices)
-
-    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
-        """Return ``moved`` on memory of its own: rows are the caller's."""
-        return self.batching.copied(microbatch, moved)
-
-    def kinds(self) -> None:
-        """Return None: rows are of one kind."""
-
-    def column(self, name: str) -> list[Tensor]:
-        """Return one tensor of each sample."""
-        if name not in self._batch:
-            raise _lacks(name)
-        return list(self._batch[name])
-
-    def copy_last(self) -> Samples:
-        """Return a copy of the last row."""
-        rows = {name: tensor[-1:].clone() for name, tensor in self._batch.items()}
-        return RowSamples(rows, self.batching.origin, self._length, self.part)
-
-    def one_view(self, index: int) -> Any:
-        """Return the sample at ``index``, an element of a list of samples."""
-        return {name: tensor[index] for name, tensor in self._batch.items()}
-
-    def keys(self) -> list[tuple[str, ...]]:
-        """Return the keys of the rows."""
-        return [] if self.batching.is_collated_by_user or not len(self) else [tuple(sorted(self._batch))]
-
-
 def _unchanged(microbatch: Microbatch) -> Microbatch:
     return microbatch
 
 
-def _lacks(name: str) -> PlanError:
+def missing_key_error(name: str) -> PlanError:
+    """Return the error for a sample without a key by which samples are compared."""
     return PlanError(f"a sample has no {name!r}, by which samples are compared; give it to all")
 
 
@@ -477,23 +435,14 @@ def sample_length(sample: Any) -> int:
     tensors.
     """
     if type(sample) is not dict and not isinstance(sample, Mapping):  # isinstance alone is slow
-        raise _no_mapping(sample)
+        raise no_mapping_error(sample)
     # Mappings may have another truth value than that of their keys, as a TensorDict has.
     first_item = next(iter(cast(Mapping[str, Any], sample).items()), None)
     if first_item is None:
-        raise _no_mapping(sample)
+        raise no_mapping_error(sample)
     name, value = first_item
     first = value if _is_dense(value) else to_dense_tensor(name, value)
     return first.size(0) if first.ndim else 1
-
-
-def _shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of a value of a sample: a tensor, an array, or nested lists of numbers."""
-    shape = getattr(value, "shape", None)
-    if shape is not None:
-        return tuple(shape)
-    is_nested = isinstance(value, list | tuple)
-    return (len(value), *(_shape_of(value[0]) if value else ())) if is_nested else ()
 
 
 def _is_dense(value: Any) -> bool:
@@ -513,11 +462,11 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
     """Return the tensors of each key, one per sample. Raises `PlanError` unless all samples have the same keys."""
-    samples = [sample if type(cast(Any, sample)) is dict else _as_dict(sample) for sample in samples]
+    samples = [sample if type(cast(Any, sample)) is dict else as_dict(sample) for sample in samples]
     names = samples[0].keys()
     for sample in samples:
         if not sample:
-            raise _no_mapping(sample)
+            raise no_mapping_error(sample)
         if sample.keys() != names:
             raise PlanError(f"samples of one batch have the keys {list(names)} and {list(sample)}; give all the same")
     columns = {name: list(map(itemgetter(name), samples)) for name in names}
@@ -525,12 +474,6 @@ def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tenso
         name: values if all(map(_is_dense, values)) else [to_dense_tensor(name, value) for value in values]
         for name, values in columns.items()
     }
-
-
-def _as_dict(sample: Any) -> dict[str, Any]:
-    if not isinstance(sample, Mapping):
-        raise _no_mapping(sample)
-    return dict(cast(Mapping[str, Any], sample).items())
 
 
 def _are_rows_of_tokens(samples: Sequence[Any]) -> bool:
@@ -544,51 +487,12 @@ def _are_rows_of_tokens(samples: Sequence[Any]) -> bool:
         return False
 
 
-def _kind_of(sample: Any, padded: Container[str]) -> Hashable:
-    """Return the keys of a sample and the sizes that are not padded: all but the first, and all of images."""
-    if not isinstance(sample, Mapping):
-        return None  # which is refused when it is collated
-    kind: list[tuple[str, int, tuple[int, ...]]] = []
-    for name, value in cast(Mapping[str, Any], sample).items():
-        shape = _shape_of(value)
-        is_image = len(shape) > 2 and name not in padded and _is_floating(value)
-        kind.append((str(name), len(shape), shape if is_image else shape[1:]))
-    return tuple(sorted(kind))
-
-
-def _is_floating(value: Any) -> bool:
-    while isinstance(value, list | tuple) and value:
-        value = value[0]
-    dtype = getattr(value, "dtype", type(value))
-    return (
-        dtype.is_floating_point
-        if isinstance(dtype, torch.dtype)
-        else getattr(dtype, "kind", "") == "f" or dtype is float
-    )
-
-
 def join_rows(name: str, values: list[Tensor]) -> Tensor:
     """Concatenate one key of samples in dim 0, [sum of lengths, ...]. Raises `PlanError` where their types differ."""
     dtypes = set(map(DTYPE, values))
     if len(dtypes) > 1:
         raise PlanError(f"{name!r} has the types {sorted(map(str, dtypes))}; give one to all samples")
     return torch.cat(values)
-
-
-def to_dense_tensor(name: str, value: Any) -> Tensor:
-    """Return a value of a sample as a dense tensor."""
-    try:
-        if hasattr(value, "keys"):
-            raise TypeError("torch would make an empty tensor of a TensorDict of one sample")
-        dense = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise PlanError(
-            f"{name!r} of a sample is a {type(value).__name__}; expected a tensor, or numbers. For other samples say "
-            "collate= and length= of your own (length=lambda sample: 1 where none has a length)"
-        ) from None
-    if dense.layout != torch.strided or dense.is_nested:
-        raise _not_dense(f"{name!r} of a sample", dense)
-    return dense
 
 
 def stack_padded(name: str, values: list[Tensor], fill: float | None = None, length: int | None = None) -> Tensor:
@@ -642,49 +546,6 @@ def _can_hold(dtype: torch.dtype, number: float) -> bool:
 def has_padded_numbers(labels: Tensor) -> bool:
     """Return True for labels that were padded here. To a loss over numbers, their padding looks like any other."""
     return labels in _PADDED_NUMBERS
-
-
-def _no_mapping(sample: Any) -> PlanError:
-    return PlanError(
-        f"a sample is {'empty' if isinstance(sample, Mapping) else f'a {type(sample).__name__}'}; expected a mapping "
-        "of tensors. "
-        "Give such mappings, or say collate= and length= of your own"
-    )
-
-
-def _not_dense(name: str, tensor: Tensor) -> PlanError:
-    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-    return PlanError(
-        f"{name} is a {kind} tensor; give dense ones, as a list of samples where lengths differ, or collate= and "
-        "length= of your own"
-    )
-
-
-def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    batch = dict(batch.items())
-    if not batch:
-        raise PlanError(
-            "the batch is a mapping without tensors; expected samples in dim 0 of each. For no samples give []"
-        )
-    for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            kind = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise PlanError(f"{name!r} of the batch is {kind}; expected a tensor with samples in dim 0")
-        if value.layout != torch.strided or value.is_nested:
-            raise _not_dense(f"{name!r} of the batch", value)
-    sizes = {name: len(value) for name, value in batch.items()}
-    if len(set(sizes.values())) > 1:
-        raise PlanError(f"the tensors of the batch differ in dim 0: {sizes}; expected one row per sample in each")
-    return batch
-
-
-def _take_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> dict[str, Tensor]:
-    first = indices[0]
-    if list(indices) == list(range(first, first + len(indices))):
-        rows = slice(first, first + len(indices))  # a view, where a copy would say the same
-    else:
-        rows = torch.tensor(indices, device="cpu")
-    return {name: tensor[rows] for name, tensor in batch.items()}
 
 
 def split_rows(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
