@@ -34,8 +34,7 @@ from megabatch import CostModel
 from megabatch.planning.balancing import balance_lengths
 from megabatch.planning.dealing import deal
 from megabatch.planning.finer_cut import split_into
-from megabatch.planning.partition import split
-from megabatch.planning.plan import plan_share
+from megabatch.planning.partition import plan_share, split
 
 CAP = 8192
 WORK = CostModel()  # without a launch, which is counted apart

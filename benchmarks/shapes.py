@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import result
 from benchmarks.speed.__main__ import GSM8K
-from megabatch.planning.plan import plan_share
+from megabatch.planning.partition import plan_share
 from megabatch.planning.shapes import choose_shapes, plan_in_shapes
 
 CLAIM = (

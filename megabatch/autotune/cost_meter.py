@@ -13,7 +13,7 @@ from megabatch.engine.call import MicrobatchPlanner, MicrobatchStep
 from megabatch.engine.extension import Extension
 from megabatch.engine.update import Update
 from megabatch.errors import PlanError
-from megabatch.planning.limits import TimedMicrobatch, cost_in_use
+from megabatch.planning.limit_search import TimedMicrobatch, cost_in_use
 from megabatch.planning.plan import CostModel, Plan
 from megabatch.wrappers.base import Wrapper
 

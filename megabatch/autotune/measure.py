@@ -24,7 +24,8 @@ from megabatch.engine.error_kinds import is_out_of_memory, rank_of_process, whoe
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
 from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of
-from megabatch.planning.limits import MeasuredMicrobatch, MemoryRoom, TimedMicrobatch
+from megabatch.planning.limit_search import MemoryRoom, TimedMicrobatch
+from megabatch.planning.limits import MeasuredMicrobatch
 from megabatch.planning.plan import Plan
 from megabatch.torch_private.operations import pytree
 from megabatch.wrappers.base import Wrapper

@@ -23,18 +23,8 @@ from megabatch.engine.extension import Extension
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, ReplanError
 from megabatch.losses.contract import CoupledLoss, LossFunction
-from megabatch.planning.limits import (
-    MeasuredMicrobatch,
-    TimedMicrobatch,
-    TunedLimit,
-    bound_tokens,
-    cost_of,
-    fitting,
-    gains_little,
-    in_gib,
-    largest_fitting,
-    search,
-)
+from megabatch.planning.limit_search import TimedMicrobatch, bound_tokens, cost_of, fitting, largest_fitting, search
+from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit, gains_little, in_gib
 from megabatch.torch_private.classes import is_fsdp2
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients

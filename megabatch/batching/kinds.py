@@ -1,9 +1,12 @@
 """Kinds of samples: those of two kinds are never padded together."""
 
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+
+from megabatch.planning.partition import plan_share
+from megabatch.planning.plan import CostModel, Plan
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -36,3 +39,22 @@ def _is_floating(value: Any) -> bool:
         if isinstance(dtype, torch.dtype)
         else getattr(dtype, "kind", "") == "f" or dtype is float
     )
+
+
+def plan_kinds(
+    kinds: Sequence[Hashable],
+    lengths: Sequence[int],
+    micro_batch_size: int | None,
+    max_microbatch_tokens: int | None,
+    cost: CostModel | None,
+) -> Plan:
+    """Split one rank's samples as `plan_share`, each kind by itself: no microbatch has samples of two kinds."""
+    members: dict[Hashable, list[int]] = {}
+    for sample, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(sample)
+    cut: list[tuple[int, ...]] = []
+    for samples in members.values():
+        part = plan_share([lengths[sample] for sample in samples], micro_batch_size, max_microbatch_tokens, cost)
+        cut += [tuple(samples[row] for row in rows) for rows in part.microbatches]
+    cut.sort(key=lambda rows: max(lengths[sample] for sample in rows), reverse=True)  # as without kinds
+    return Plan(tuple(cut), tuple(lengths), tuple(range(len(lengths))))

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.kinds import kind_of, shape_of
+from megabatch.batching.kinds import kind_of, plan_kinds, shape_of
 from megabatch.batching.odd_values import as_dict, no_mapping_error, to_dense_tensor
 from megabatch.batching.tree import clone, each_leaf, memory_of
 from megabatch.errors import PlanError
-from megabatch.planning.plan import CostModel, Plan, plan_kinds, plan_share
+from megabatch.planning.partition import plan_share
+from megabatch.planning.plan import CostModel, Plan
 from megabatch.torch_private.operations import pytree
 
 Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank

@@ -25,7 +25,8 @@ from megabatch.batching.model_facts import IDS, MASK, POSITIONS, with_config
 from megabatch.batching.samples import Batching, Microbatch, Samples
 from megabatch.batching.tree import to_device
 from megabatch.errors import LossContractError, PlanError
-from megabatch.planning.plan import CostModel, Plan, plan_share
+from megabatch.planning.partition import plan_share
+from megabatch.planning.plan import CostModel, Plan
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.module_members import forward_hooks
 

@@ -15,18 +15,9 @@ import numpy as np
 from megabatch.errors import require_count
 from megabatch.planning.balancing import FEW_TOKENS, balance_lengths
 from megabatch.planning.finer_cut import split_into
-from megabatch.planning.partition import split
-from megabatch.planning.plan import (
-    LAUNCH_SHARE,
-    CostModel,
-    Plan,
-    check_cost,
-    check_lengths,
-    pad_with_dummies,
-    plan_share,
-    priced,
-    require_one_limit,
-)
+from megabatch.planning.partition import plan_share, split
+from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, pad_with_dummies, priced
+from megabatch.planning.settings import check_cost, require_one_limit
 
 FEW_SAMPLES = 4096  # with more, answers are compared by their plans alone, which fit the better the more samples
 # By samples of the update: numbers of microbatches a rank that are tried, from the fewest, and answers to price.

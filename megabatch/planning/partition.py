@@ -5,6 +5,10 @@ It is pure and deterministic: every rank computes the same answer from the same 
 
 from collections.abc import Callable, Sequence
 
+from megabatch.errors import require_count
+from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan
+from megabatch.planning.settings import check_cost
+
 
 def split(
     lengths: Sequence[int],
@@ -82,3 +86,18 @@ def _shortest_path(lines: Sequence[tuple[float, float, int]]) -> list[int]:
         starts.append(cheapest)
         best = height + end * slope
     return starts
+
+
+def plan_share(
+    lengths: Sequence[int], micro_batch_size: int | None, max_microbatch_tokens: int | None, cost: CostModel | None
+) -> Plan:
+    """Split one rank's samples into microbatches, unpriced. The lengths are checked already."""
+    for name, limit in (("micro_batch_size", micro_batch_size), ("max_microbatch_tokens", max_microbatch_tokens)):
+        # A limit of lower_limit() or of a TunedLimit is not checked before.
+        if limit is not None and (type(limit) is not int or limit < 1):
+            require_count(name, limit)
+    if cost is not None and type(cost) is not CostModel:
+        check_cost(cost)
+    price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
+    microbatches = split(lengths, price.seconds, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens)
+    return Plan(tuple(microbatches), tuple(lengths), tuple(range(len(lengths))))

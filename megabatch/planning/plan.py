@@ -3,15 +3,12 @@
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
-import math
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megabatch.errors import MicrobatchLimit, PlanError, require_count
-from megabatch.planning.partition import split
 
 LAUNCH_SHARE = 16  # without a measured cost, launching a microbatch costs a sixteenth of the cap's tokens
 Parts = Mapping[int, Sequence[tuple[int, ...]]]  # of microbatches that did not fit in memory, by their index
@@ -172,68 +169,9 @@ class Plan:
 
     def explain(self) -> str:
         """Describe the plan for a person, one fact per line."""
-        dummies = sum(not rows for rows in self.microbatches)
-        rows = [len(rows) for rows in self.microbatches if rows] or [0]
-        spread = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"
-        samples = _count(len(self.lengths), "sample", "s")
-        microbatches = _count(self.num_microbatches, "microbatch", "es")
-        lines = [
-            f"{samples} in {microbatches} of {spread}"
-            + (f", {dummies} of them dummy microbatches of no weight" if dummies else ""),
-            f"{self.num_tokens:,} real tokens, {self.padded_tokens:,} computed: {self.padding:.1%} padding"
-            + (f", {sum(self.shared):,} shared" if self.shared else ""),
-            f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
-        ]
-        if len(self.steps) > 1:
-            lines.append(f"schedule steps of {', '.join(map(str, self.steps))} microbatches")
-        if self.shapes:
-            shapes = Counter(self.shapes.values()).items()
-            lines.append("filled up to " + ", ".join(f"{num} of {rows} x {tokens}" for (rows, tokens), num in shapes))
-        if self.num_split:
-            lines.append(f"{_count(self.num_split, 'microbatch', 'es')} did not fit in memory and ran in parts")
-        if self.seconds is not None:
-            lines.append(f"predicted {self.seconds:.3g} seconds")
-        if self.peak_bytes:
-            lines.append(f"predicted peak {self.peak_bytes / 2**30:.2f} GiB")
-        return "\n".join(lines)
+        from megabatch.planning.plan_text import explain_plan
 
-
-def _count(number: int, noun: str, plural: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-def plan_share(
-    lengths: Sequence[int], micro_batch_size: int | None, max_microbatch_tokens: int | None, cost: CostModel | None
-) -> Plan:
-    """Split one rank's samples into microbatches, unpriced. The lengths are checked already."""
-    for name, limit in (("micro_batch_size", micro_batch_size), ("max_microbatch_tokens", max_microbatch_tokens)):
-        # A limit of lower_limit() or of a TunedLimit is not checked before.
-        if limit is not None and (type(limit) is not int or limit < 1):
-            require_count(name, limit)
-    if cost is not None and type(cost) is not CostModel:
-        check_cost(cost)
-    price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
-    microbatches = split(lengths, price.seconds, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens)
-    return Plan(tuple(microbatches), tuple(lengths), tuple(range(len(lengths))))
-
-
-def plan_kinds(
-    kinds: Sequence[Hashable],
-    lengths: Sequence[int],
-    micro_batch_size: int | None,
-    max_microbatch_tokens: int | None,
-    cost: CostModel | None,
-) -> Plan:
-    """Split one rank's samples as `plan_share`, each kind by itself: no microbatch has samples of two kinds."""
-    members: dict[Hashable, list[int]] = {}
-    for sample, kind in enumerate(kinds):
-        members.setdefault(kind, []).append(sample)
-    cut: list[tuple[int, ...]] = []
-    for samples in members.values():
-        part = plan_share([lengths[sample] for sample in samples], micro_batch_size, max_microbatch_tokens, cost)
-        cut += [tuple(samples[row] for row in rows) for rows in part.microbatches]
-    cut.sort(key=lambda rows: max(lengths[sample] for sample in rows), reverse=True)  # as without kinds
-    return Plan(tuple(cut), tuple(lengths), tuple(range(len(lengths))))
+        return explain_plan(self)
 
 
 def pad_with_dummies(microbatches: Sequence[tuple[int, ...]], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
@@ -245,43 +183,6 @@ def split_in_halves(rows: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Split the samples of a microbatch into two parts; a single sample stays one part."""
     middle = (len(rows) + 1) // 2
     return [half for half in (rows[:middle], rows[middle:]) if half]
-
-
-def require_one_limit(micro_batch_size: int | None, max_microbatch_tokens: int | None) -> None:
-    """Raise `PlanError` unless exactly one of the two bounds is given, as a positive whole number."""
-    if micro_batch_size is None and max_microbatch_tokens is None:
-        raise PlanError(
-            "neither of micro_batch_size and max_microbatch_tokens given; "
-            "give one: samples per forward, or padded tokens per forward"
-        )
-    check_limits(micro_batch_size, max_microbatch_tokens)
-
-
-def check_limits(
-    micro_batch_size: int | None, max_microbatch_tokens: int | str | None
-) -> tuple[int | None, int | None]:
-    """Return both limits, "auto" as None. Raises `PlanError` for both at once and for one that is no positive count."""
-    if micro_batch_size is not None and max_microbatch_tokens is not None:
-        raise PlanError(
-            "both of micro_batch_size and max_microbatch_tokens given; "
-            "give one: samples per forward, or padded tokens per forward"
-        )
-    if micro_batch_size is not None:
-        require_count("micro_batch_size", micro_batch_size)
-    if max_microbatch_tokens is None or max_microbatch_tokens == "auto":
-        return micro_batch_size, None
-    return micro_batch_size, require_count("max_microbatch_tokens", max_microbatch_tokens)
-
-
-def check_cost(cost: object, others: str = "") -> CostModel | None:
-    """Return ``cost``. Raises `PlanError` unless it is a `CostModel` or None; ``others`` names what else may be."""
-    if cost is not None and not isinstance(cost, CostModel):
-        raise PlanError(f"cost is {cost!r}; expected a CostModel{others}, or leave it out")
-    for field_of_cost in fields(cost) if cost is not None else ():
-        value = getattr(cost, field_of_cost.name)
-        if not 0 <= value < math.inf:
-            raise PlanError(f"cost has {field_of_cost.name}={value}; expected a finite number, not negative")
-    return cost
 
 
 def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:

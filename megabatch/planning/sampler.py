@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megabatch.errors import PlanError, require_count, require_positive
 from megabatch.planning.balancing import balance_lengths, deal_microbatches
 from megabatch.planning.dealing import deal
-from megabatch.planning.plan import CostModel, check_cost, check_lengths, require_one_limit
+from megabatch.planning.plan import CostModel, check_lengths
+from megabatch.planning.settings import check_cost, require_one_limit
 from megabatch.torch_private.data_workers import is_asked_by_workers
 
 TAILS = ("step", "drop", "carry")

@@ -30,7 +30,8 @@ from megabatch.losses.contract import (
     terms_of,
 )
 from megabatch.losses.loss_graph import graph_leaves
-from megabatch.planners.built_in import BuiltIn, Rows, Shapes, Tokens
+from megabatch.planners.beyond_limits import Shapes
+from megabatch.planners.built_in import BuiltIn, Rows, Tokens
 from megabatch.torch_private.operations import pytree
 from megabatch.verification.float64_copy import (
     float64_copy,

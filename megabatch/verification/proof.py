@@ -26,7 +26,8 @@ from megabatch.engine import random_state
 from megabatch.engine.coupled_loss import Encoded, JointLoss, describe_fault
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.losses.contract import REFUSES_MEANS, LossFunction, Term, terms_of
-from megabatch.planners.built_in import MOVED, BuiltIn, Rows, SameBits, Shapes, Tokens, choose_planner, refuse_moved
+from megabatch.planners.beyond_limits import SameBits, Shapes
+from megabatch.planners.built_in import MOVED, BuiltIn, Rows, Tokens, choose_planner, refuse_moved
 from megabatch.planning.planner import Planner
 from megabatch.torch_private.fsdp2_groups import param_groups
 from megabatch.torch_private.operations import pytree

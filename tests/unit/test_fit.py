@@ -7,16 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.planning.limits import (
-    MeasuredMicrobatch,
-    MemoryRoom,
-    TimedMicrobatch,
-    bound_tokens,
-    cost_of,
-    gains_little,
-    search,
-    seconds_of,
-)
+from megabatch.planning.limit_search import MemoryRoom, TimedMicrobatch, bound_tokens, cost_of, search, seconds_of
+from megabatch.planning.limits import MeasuredMicrobatch, gains_little
 from megabatch.planning.plan import CostModel
 
 LONGEST, MOST = 100, 10_000

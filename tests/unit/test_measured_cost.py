@@ -19,7 +19,7 @@ from megabatch.autotune import cost_meter
 from megabatch.autotune.cost_meter import CostMeter
 from megabatch.batching import OneRow
 from megabatch.planners import Rows, SameBits, Tokens
-from megabatch.planning.limits import TimedMicrobatch, cost_in_use
+from megabatch.planning.limit_search import TimedMicrobatch, cost_in_use
 from megabatch.planning.plan import Plan
 from tests.unit.failures.table import weighed_squares
 
