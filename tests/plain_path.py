@@ -1,8 +1,8 @@
 """The path of a plain update: its tests of optional features, the share that runs of its files, and its lines.
 
-`python -m tests.plain_path` prints all three. An update is two calls of `forward_backward` and a `finalize` with a
-clip, on a small Llama without a wrapper. A first update runs before, so checks of a new model and a new loss are not
-counted.
+`python -m tests.plain_path` prints these, and what a plain update imports. An update is two calls of `forward_backward`
+and a `finalize` with a clip, on a small Llama without a wrapper. A first update runs before, so checks of a new model
+and a new loss are not counted.
 
 feature tests     `if` statements and conditional expressions that ask for an optional feature, in the functions that
                   the update enters. A feature is an option of the accumulator, a wrapper or a batching by name.
@@ -88,6 +88,13 @@ def trace_plain_update() -> PlainPath:
     lines: dict[CodeType, set[int]] = {}
     _trace(update, lambda frame: lines.setdefault(frame.f_code, set()).add(frame.f_lineno))
     return PlainPath(lines)
+
+
+def imported_lines() -> dict[str, int]:
+    """Return the lines of each module of the library that this process has imported."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "megabatch"]
+    files = {name: Path(str(sys.modules[name].__file__)) for name in names}
+    return {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in files.items()}
 
 
 def count_lines_per_microbatch() -> int:
@@ -194,6 +201,8 @@ def main() -> None:
         f"{len(tests)} feature tests; {path.executed_share():.1%} of the statements of {len(path.executed())} files "
         f"run; {count_lines_per_microbatch()} lines a microbatch"
     )
+    imported = imported_lines()
+    print(f"imported: {len(imported)} modules of {sum(imported.values()):,} lines")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ NEIGHBOURS = {  # and why
     ("integrations", "autotune"),  # a trial of a loss puts back what it has changed
 }  # fmt: skip
 WITHOUT_TORCH = (
-    "errors", "planning.balancing", "planning.limit_search", "planning.limits", "planning.packing", "planning.partition",
-    "planning.plan", "planning.plan_text", "planning.settings",
+    "errors", "planning.balancing", "planning.limit_search", "planning.limits", "planning.packing",
+    "planning.partition", "planning.plan", "planning.plan_text", "planning.settings",
 )  # fmt: skip
 OUTSIDE = {"environ", "getenv", "putenv", "open", "read_text", "read_bytes", "write_text", "write_bytes"}
 READS_FILES = {"autotune.memory"}  # what the kernel says of a process

@@ -22,7 +22,9 @@ from tests.test_imports import LIBRARY, TREES, file_of
 SLOW = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo", "sympy")
 OWN = (  # chapters that are not imported for a plain model either
     "megabatch.pipeline", "megabatch.autotune", "megabatch.wrappers.fsdp1", "megabatch.wrappers.fsdp2",
-    "megabatch.verification", "megabatch.simulate",
+    "megabatch.wrappers.ddp", "megabatch.wrappers.messages", "megabatch.wrappers.rank_sums",
+    "megabatch.engine.agreement", "megabatch.engine.error_broadcast", "megabatch.engine.guards.oom_retry",
+    "megabatch.planners.beyond_limits", "megabatch.verification", "megabatch.simulate",
 )  # fmt: skip
 MOST = 60  # modules beyond those of torch
 IMPORTED = f"""

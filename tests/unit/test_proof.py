@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import loss, losses, verify
-from megabatch.planning import plan as plan_module
+from megabatch.planning import partition as plan_module
 
 VOCABULARY = 40
 TARGETS = [(7, 7), (4, 2), (9, 5), (3, 3)]  # tokens, and how many of the last of them have a label
