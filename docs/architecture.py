@@ -27,10 +27,10 @@ CHAPTERS = {  # in the order of imports: the middle of its box, and a caption
     "pipeline": (690, "torch's schedules"),
     "autotune": (110, "the limit that fits"),
     "accumulator": (345, "GradientAccumulator"),
-    "learner": (345, "two methods"),
-    "verification": (575, "verify, on your model"),
-    "experts": (805, "router loss and bias"),
-    "simulate": (860, "rank 0 of N, no GPU"),
+    "learner": (305, "two methods"),
+    "verification": (505, "verify, on your model"),
+    "experts": (705, "router loss and bias"),
+    "simulate": (900, "rank 0 of N, no GPU"),
     "integrations": (230, "loops of other libraries"),
 }
 STEPS = {  # the path of a batch: who takes each step
@@ -45,7 +45,7 @@ STEPS = {  # the path of a batch: who takes each step
     "gradient": "wrappers",
 }
 
-WIDTH, TOP, ROW = 970, 64, 94  # of the picture; above the first row; from one row to the next
+WIDTH, TOP, ROW = 1010, 64, 94  # of the picture; above the first row; from one row to the next
 BOX_WIDTH, BOX_HEIGHT = 190, 54
 STEP_WIDTH, STEP_HEIGHT = 124, 22
 STYLE = """
@@ -102,7 +102,8 @@ def chapter_imports() -> dict[str, dict[str, bool]]:
         chapter = path.relative_to(package).parts[0].removesuffix(".py")
         if chapter in ("train", "__init__", "__main__"):
             continue
-        if path.name == "built_in.py":  # the planners to name are arguments of the accumulator, with what they attach
+        # The planners to name are arguments of the accumulator, with what they attach.
+        if path.name in ("built_in.py", "beyond_limits.py"):
             chapter = "accumulator"
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
