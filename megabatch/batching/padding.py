@@ -73,7 +73,7 @@ class Padding(Pad):
         """
         length = None
         if shape is not None:
-            from megabatch.batching.filled_shape import stretched_keys, without_labels
+            from megabatch.batching.filled_shape import without_labels
 
             filler = without_labels(samples[-1])
             samples, length = [*samples, *[filler] * (shape[0] - len(samples))], shape[1]
@@ -84,6 +84,8 @@ class Padding(Pad):
         joined = _joined_keys(columns)
         ragged = {name for name, values in columns.items() if len(set(map(SHAPE, values))) > 1} - joined
         if length is not None:
+            from megabatch.batching.filled_shape import stretched_keys
+
             ragged.update(stretched_keys(columns, length))
         microbatch: dict[str, Tensor] = {}
         for name, values in columns.items():

@@ -167,8 +167,10 @@ def choose_planner(
             f"planner is {planner!r:.60}; give Rows, Tokens, Auto, Shapes or SameBits of megabatch.planners, or an "
             "object of a subclass of megabatch.Planner"
         )
-    fit = max_microbatch_tokens if isinstance(max_microbatch_tokens, TunedLimit) else None
-    rows, tokens = check_limits(micro_batch_size, "auto" if fit is not None else max_microbatch_tokens)
+    fit = None
+    if isinstance(max_microbatch_tokens, TunedLimit):
+        fit, max_microbatch_tokens = max_microbatch_tokens, "auto"
+    rows, tokens = check_limits(micro_batch_size, max_microbatch_tokens)
     if rows is not None:
         return Rows(rows)
     if tokens is not None:
