@@ -1,4 +1,4 @@
-"""What a model says of itself: its config, the arguments of its forward, its tables of tokens and positions.
+"""Facts of a model that decide its padding: its config, arguments of its forward, tables of tokens and positions.
 
 Of models that are not of transformers, little is known.
 """
@@ -21,7 +21,7 @@ POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")  # k
 
 
 class ModelFacts:
-    """What the models that are trained say of themselves, by which samples are padded.
+    """Facts of the trained models that decide how samples are padded.
 
     Args:
         models: The models that the loss calls.

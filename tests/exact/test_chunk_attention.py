@@ -1,4 +1,4 @@
-"""What the attention of a chunk keeps for the backward, and what it computes, on models whose heads share keys."""
+"""Results of a chunk's attention and its memory for the backward, on models whose heads share keys."""
 
 import contextlib
 from collections.abc import Generator

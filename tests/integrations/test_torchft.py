@@ -30,6 +30,7 @@ from megabatch import GradientAccumulator, JointLoss, UpdateSampler, loss
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.integrations.lighthouse import LighthouseError, call_while_it_answers
 from megabatch.integrations.torchft import Replicas, digest_weights
+from megabatch.planning.balancing import fill
 from tests.exact.launch import of_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +219,21 @@ def test_one_replica_has_the_update_of_plain_torch(quorum):
         norm = assert_gradient_of_plain_torch(model, ids, max_norm=0.1)
         assert float(update.grad_norm) == pytest.approx(norm, rel=1e-5)
         assert (update.num_samples, update.num_tokens, update.num_microbatches, float(update.weight)) == (8, 8, 4, 8.0)
+
+
+@needs_torchft
+def test_an_update_of_replicas_has_less_padding_than_the_fewest_microbatches(quorum):
+    model = Rows()
+    replicas = replicas_of(quorum, model)
+    GradientAccumulator(model, micro_batch_size=8, extensions=[replicas])
+    lengths = [20 + 7 * (37 * sample % 64) for sample in range(64)]  # 20 to 461 tokens, each once
+    cut = replicas.plan(lengths)
+    assert sorted(sample for rows in cut.microbatches for sample in rows) == list(range(64))
+    assert max(map(len, cut.microbatches)) <= 8
+    filled = fill(lengths, max_rows=8, max_tokens=None)  # by length too, as few microbatches as there can be
+    assert cut.padding < 0.8 * (
+        1 - sum(lengths) / sum(len(rows) * max(lengths[row] for row in rows) for rows in filled)
+    )
 
 
 class Program:
