@@ -1,4 +1,4 @@
-"""The ranks' agreement on an accumulator, a call and the weights of an update: a single process imports none of it."""
+"""The ranks' agreement on an accumulator, a call and the weights of an update. A plain call of one rank needs none."""
 
 import math
 import zlib

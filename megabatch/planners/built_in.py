@@ -17,7 +17,7 @@ from megabatch.planning.settings import check_cost, check_limits
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import WideGradients
 
-MOVED = {  # argument of earlier versions → what to give instead
+MOVED = {  # argument of earlier versions, of the trainer or of a batching → what to give instead
     "memory_bytes": "planner=Auto(memory_bytes=2 * 2**30), and no limit beside it",
     "cost": "planner=Tokens(8192, cost=...) or Rows(4, cost=...), in place of the limit too",
     "padding": "batching=Padded({key: value})",

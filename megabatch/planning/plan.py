@@ -74,7 +74,7 @@ class Plan:
         padded: True if samples are padded to the longest of their microbatch.
         shared: Leading tokens of each sample that are computed in an earlier sample of its microbatch, whose row it
             shares. 0 for a sample that begins a row. Empty if no sample shares a prefix.
-        shapes: Rows and tokens that a microbatch is filled up to, by its samples. Empty without ``shapes=``.
+        shapes: Rows and tokens that a microbatch is filled up to, by its samples. Empty without `Shapes`.
     """
 
     microbatches: tuple[tuple[int, ...], ...]

@@ -382,8 +382,6 @@ def _check_limits(
     if rows is None and tokens is None and not is_needed:
         return None
     require_one_limit(rows, tokens)
-    if tokens is not None:
-        require_count("max_microbatch_tokens", tokens)
     check_lengths(lengths, tokens)
     return rows, tokens
 

@@ -15,6 +15,8 @@ def require_one_limit(micro_batch_size: int | None, max_microbatch_tokens: int |
             "give one: samples per forward, or padded tokens per forward"
         )
     check_limits(micro_batch_size, max_microbatch_tokens)
+    if max_microbatch_tokens is not None:
+        require_count("max_microbatch_tokens", max_microbatch_tokens)
 
 
 def check_limits(

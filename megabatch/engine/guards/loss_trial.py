@@ -65,7 +65,7 @@ class NewLossTrial:
             self.tried.set(self._trying, takes_divisor(self._trying))
         self.is_open, self._trying = False, None
 
-    def compute_terms(self, call: Call, step: MicrobatchStep, before: Receipt | None) -> dict[str, Term]:
+    def compute_terms(self, call: Call, step: MicrobatchStep, _: Receipt | None) -> dict[str, Term]:
         """Run a loss that is new or takes the divisor, and check its side effects on gradients."""
         wrapper, loss_fn = self._wrapper, call.loss_fn
         run = LossRun(call.opened.divisors, wrapper, cast(LossFunction, loss_fn), call.model)
@@ -78,16 +78,16 @@ class NewLossTrial:
         terms = run.terms_of(step)
         if not call.takes_divisor:
             check_unmoved(wrapper, before)
-        self._check_reach(loss_fn, before, terms, [step.microbatch, *call.given])
+        self._check_reach(call, before, terms, [step.microbatch, *call.given])
         totals = [term.total for term in terms.values() if term.total.requires_grad]
         check_totals(self._padding.running_lengths, given, graph_nodes(totals))
         del before  # which would keep gradients that a wrapper frees in its backward
-        if self._uses_up(loss_fn, terms):
+        if self._uses_up(call, terms):
             random_state.put_back(random)
             terms = run.terms_of(step)
         return terms
 
-    def _check_reach(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], inputs: object) -> None:
+    def _check_reach(self, call: Call, before: Receipt, terms: Mapping[str, Term], inputs: object) -> None:
         """Record the trainable tensors outside of the model that a loss reaches, for `end` to look at.
 
         ``inputs`` are the microbatch and its batch, whose tensors may carry a gradient. Raises `LossContractError` for
@@ -102,13 +102,13 @@ class NewLossTrial:
                 reached = True
             elif not _holds(inputs, leaf):
                 self._passing.append(weakref.ref(leaf))
-        runs_none = _takes_divisor(loss_fn) and before.holds(self._wrapper.accumulating, exact=self._is_exact)
+        runs_none = call.takes_divisor and before.holds(self._wrapper.accumulating, exact=self._is_exact)
         if runs_none and not reached:
             raise LossContractError(
                 "the totals of the loss do not depend on a parameter of the model; compute them from its output, "
                 "undetached"
             )
-        self._trying = loss_fn
+        self._trying = call.loss_fn
 
     def _check_passing(self) -> None:
         passing, self._passing = self._passing, []
@@ -121,7 +121,7 @@ class NewLossTrial:
                 leaf.grad = None
                 raise _not_the_models(leaf)
 
-    def _uses_up(self, loss_fn: object, terms: Mapping[str, Term]) -> bool:
+    def _uses_up(self, call: Call, terms: Mapping[str, Term]) -> bool:
         """Check new user-written autograd functions. Return True if there were any: the check uses up the graph.
 
         Raises `LossContractError` for a function whose backward ignores the gradient that it is given.
@@ -129,7 +129,7 @@ class NewLossTrial:
         functions = find_functions([terms[name].total for name in differentiable(terms)])
         # A function type is tried once: its backward is code, which does not change.
         new = [node for node in functions if type(node) not in self._scaling]
-        if not new or _takes_divisor(loss_fn):
+        if not new or call.takes_divisor:
             return False
         before = Receipt.of(self._wrapper.accumulating)
         for node in new:
@@ -145,10 +145,6 @@ class NewLossTrial:
             else:  # where forwards meet, all ranks must run the same number of them
                 self._scaling.add(type(node))
         return True
-
-
-def _takes_divisor(loss_fn: object) -> bool:
-    return loss_fn is not None and takes_divisor(cast(Any, loss_fn))
 
 
 def _not_the_models(leaf: Tensor) -> LossContractError:

@@ -34,7 +34,9 @@ def show_recipe(config: Config) -> None:
     tokenizer = load_tokenizer(config.model)
     legend = f"learned tokens are {'green' if marks is COLORS else 'between ' + ' and '.join(marks)}"
     if config.data.function is not None:
-        samples = own_samples(config, Ranks(0, 1, torch.device("cpu")), silent_console(), None)[TRAIN]
+        samples = own_samples(config, Ranks(0, 1, torch.device("cpu")), Console(enabled=False, loss_digits=4), None)[
+            TRAIN
+        ]
         if len(samples) and has_token_labels(samples.at(0), tokenizer):
             print_line(legend)
         print_line(f"\n{config.data.function}: {count(len(samples), 'sample')}")
@@ -53,10 +55,6 @@ def show_recipe(config: Config) -> None:
             lengths.append(len(sample[IDS]))
         for line in cut_lines(key, lengths, skipped, config):
             print_line(line)
-
-
-def silent_console() -> Console:
-    return Console(enabled=False, loss_digits=4)
 
 
 def show_sample(
@@ -151,5 +149,6 @@ def cut_lines(key: str, lengths: Sequence[int], skipped: Skipped, config: Config
         lines.append(f"{key}: {number} longer than data.pack_tokens = {row_tokens:,}, which are cut into rows")
     elif row_tokens is None and isinstance(limit, int) and max(lengths) > limit:
         number = count(sum(length > limit for length in lengths), "sample")
-        lines.append(f"{key}: {number} longer than update.max_microbatch_tokens = {limit:,}")
+        then = "run in chunks" if config.update.long_samples is not None else "a run refuses"
+        lines.append(f"{key}: {number} longer than update.max_microbatch_tokens = {limit:,}, which {then}")
     return ["", *lines]

@@ -168,13 +168,6 @@ def read_table(path: Path) -> dict[str, Any]:
     return cast(Row, table)
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Return a table that `sealed_text` wrote. Raises as `read_table` and `check_seal` do."""
-    table = read_table(path)
-    check_seal(table)
-    return table
-
-
 def check_seal(table: Row) -> None:
     """Raise `ValueError` for a table that is not as `sealed_text` wrote it."""
     if table.get(DIGEST) != digest_of(table):

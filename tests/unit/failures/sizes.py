@@ -61,6 +61,9 @@ FAILURES = {
 } | {
     "plan over no ranks": Failure(count("dp_degree", 0), lambda: plan([1], dp_degree=0, micro_batch_size=1)),
     "plan of nothing at a time": Failure(count("micro_batch_size", 0), lambda: plan([1], micro_batch_size=0)),
+    "plan without a number": Failure(
+        count("max_microbatch_tokens", "auto"), lambda: plan([1], max_microbatch_tokens="auto")
+    ),
     "verify nothing at a time": Failure(
         count("micro_batch_size", 0), lambda: verify(linear(), squares, SAMPLES, micro_batch_size=0)
     ),
