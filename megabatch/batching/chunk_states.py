@@ -47,9 +47,11 @@ class KeptState:
 
     def fill_up(self, num_chunks: int) -> None:
         """Keep a state without contents for each chunk that has left none, for simulations of a part of the chunks."""
-        for state in [*self._values.values()][:1]:
-            for number in range(1, num_chunks + 1):
-                self._values.setdefault(number, torch.empty_like(state))
+        state = next(iter(self._values.values()), None)
+        if state is None:
+            return
+        for number in range(1, num_chunks + 1):
+            self._values.setdefault(number, torch.empty_like(state))
 
     def take_gradient(self, number: int) -> Tensor | None:
         """Return the gradient of the state with which a chunk has begun.

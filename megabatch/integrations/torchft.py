@@ -286,8 +286,7 @@ class Replicas(Extension):
                 for index, terms in self._terms.items()
             },
             "differentiable": cast(Any, gradient.open_update).differentiable,
-            "used": list(gradients),
-            "wide": [str(each.dtype) for index, each in gradients.items() if each.dtype != parameters[index].dtype][:1],
+            "dtypes": {index: str(each.dtype).removeprefix("torch.") for index, each in gradients.items()},
             "token": random.SystemRandom().getrandbits(62),
         }
         rows = self._exchange(gradient, row)
@@ -387,11 +386,10 @@ class Replicas(Extension):
         self, gradient: Any, parameters: list[nn.Parameter], rows: list[Row]
     ) -> dict[int, Tensor] | None:
         """Sum the gradients over replicas, in new memory: the local sum outlives an attempt that fails."""
-        wide = {name for row in rows for name in row["wide"]}
+        dtypes = {int(index): getattr(torch, name) for row in rows for index, name in row["dtypes"].items()}
         by_dtype: dict[torch.dtype, list[int]] = {}
-        for index in sorted({index for row in rows for index in row["used"]}):
-            dtype = getattr(torch, min(wide).removeprefix("torch.")) if wide else parameters[index].dtype
-            by_dtype.setdefault(dtype, []).append(index)
+        for index in sorted(dtypes):
+            by_dtype.setdefault(dtypes[index], []).append(index)
         flats = {
             dtype: torch.cat([_flat_gradient(parameters[index], dtype) for index in indices])
             for dtype, indices in by_dtype.items()
@@ -589,7 +587,8 @@ def digest_weights(model: nn.Module) -> int:
         integers = _as_integers(local(tensor))
         # The squares see two changes that add up to zero.
         sums += [integers.sum(dtype=torch.int64), (integers * integers).sum(dtype=torch.int64)]
-    return _checksum(*map(int, sums))
+    # The host waits for the device once.
+    return _checksum(*torch.stack([total.to(sums[0].device) for total in sums]).tolist())
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -610,8 +609,9 @@ def _on_all_ranks(gradient: Any, flag: bool) -> bool:
 
 
 def _note_writes(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """Return the tensors of a model, and the number of writes to each."""
-    return {name: (tensor, count_writes(tensor)) for name, tensor in _tensors_of(model).items()}
+    """Return the tensors of a model, those that no checkpoint has too, and the number of writes to each."""
+    tensors = {**_tensors_of(model), **dict(model.named_buffers())}
+    return {name: (tensor, count_writes(tensor)) for name, tensor in tensors.items()}
 
 
 def _find_written(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tensor, int]]) -> list[str]:

@@ -7,9 +7,7 @@ from typing import Any
 from megabatch.batching.inside_samples import OVERLAP, Chunk, LongSample, find_chunks
 from megabatch.errors import PlanError
 from megabatch.losses.contract import LossFunction
-from megabatch.simulate.simulated_update import Simulated, num_distinct
-
-AGAIN = "forward 2"  # the phase that stands for forwards without a graph
+from megabatch.simulate.simulated_update import REPEATED_FORWARD, Simulated, num_distinct
 
 
 def simulate_long_samples(
@@ -42,7 +40,7 @@ def simulate_long_samples(
     if num_chunks < num_distinct("last"):
         raise PlanError(f"a sample of {length_tokens} tokens is not cut into chunks of {chunk_tokens}; use simulate()")
     last = run(_InChunks(loss_fn, length_tokens, length_tokens - OVERLAP, num_run, num_chunks))
-    if AGAIN not in last.phases:
+    if REPEATED_FORWARD not in last.phases:
         raise PlanError(f"run simulates {last.num_microbatches} microbatches, and a sample has {num_chunks} chunks")
     middle_stop = (length_tokens + num_run * chunk_tokens) // 2
     middle_stop = min(middle_stop, length_tokens - OVERLAP)
@@ -52,7 +50,7 @@ def simulate_long_samples(
         for name, phase in last.phases.items()
     }
     num_samples = -(-last.num_microbatches // num_chunks)
-    times = last.times | {AGAIN: last.times[AGAIN] + last.num_microbatches - num_samples}
+    times = last.times | {REPEATED_FORWARD: last.times[REPEATED_FORWARD] + last.num_microbatches - num_samples}
     return replace(last, phases=phases, times=times)
 
 

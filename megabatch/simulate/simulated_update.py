@@ -72,6 +72,7 @@ from megabatch.wrappers.gradients import WideGradients, clip_gradients, drop_gra
 from megabatch.wrappers.rank_agreement import checksum
 
 NUM_DISTINCT = 2  # microbatches, of which every other one repeats the first backward or the second forward
+REPEATED_FORWARD = "forward 2"  # the phase that stands for forwards that are not run, those without a graph too
 INPUTS = "inputs"  # kind of an action of a pipeline: a microbatch is brought to the device
 WORDS = {
     INPUTS: "inputs",
@@ -371,7 +372,7 @@ def count_phases(num_run: int, num_microbatches: int) -> dict[str, int]:
     times = {f"{phase} {index + 1}": 1 for index in range(num_run) for phase in ("forward", "backward")} | {"step": 1}
     if num_run < num_microbatches:
         backward = "backward 2" if num_run == NUM_GATHERED_ONCE else "backward 1"
-        times[backward] = times["forward 2"] = num_microbatches - num_run + 1
+        times[backward] = times[REPEATED_FORWARD] = num_microbatches - num_run + 1
     return times
 
 

@@ -215,10 +215,13 @@ def test_one_replica_has_the_update_of_plain_torch(quorum):
     replicas = replicas_of(quorum, model)
     gradient = GradientAccumulator(model, micro_batch_size=2, extensions=[replicas])
     updates = replicas.updates(gradient, load, squares, num_updates=3, max_norm=0.1)
+    num_updates = 0
     for update, ids in zip(updates, new_sampler(), strict=False):
+        num_updates += 1
         norm = assert_gradient_of_plain_torch(model, ids, max_norm=0.1)
         assert float(update.grad_norm) == pytest.approx(norm, rel=1e-5)
         assert (update.num_samples, update.num_tokens, update.num_microbatches, float(update.weight)) == (8, 8, 4, 8.0)
+    assert num_updates == 3
 
 
 @needs_torchft
@@ -518,9 +521,9 @@ def test_replicas_that_diverge_end(quorum):
 class Replacing(nn.Module):
     """Counts its calls in a buffer that it replaces. Python gives the tensors of every second call the same id."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_saved: bool = True) -> None:
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()), persistent=is_saved)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = self.calls + 1
@@ -559,6 +562,7 @@ class Averaging(nn.Module):
         nn.BatchNorm1d(4),
         nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
         Replacing(),
+        Replacing(is_saved=False),
         Renormed(),
         Averaging(),
     ],
