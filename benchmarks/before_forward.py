@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import result
 from megabatch import GradientAccumulator, UpdateSampler, losses
 from megabatch.batching.deferred import Deferred
-from megabatch.engine import call as engine_call
-from megabatch.losses.contract import loss, loss_hooks
+from megabatch.core import call as engine_call
+from megabatch.core.contract import loss, loss_hooks
+from megabatch.core.mesh import DataRanks
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.wrappers.mesh import DataRanks
 from tests.train.on_ranks import on_ranks
 
 CLAIM = (

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import result
 from benchmarks.dealt_by_cost import build, lengths_of, samples_of
 from megabatch import GradientAccumulator, UpdateSampler, losses
-from megabatch.engine.call import MicrobatchPlanner
+from megabatch.core.call import MicrobatchPlanner
 
 CLAIM = "ranks that are dealt groups of similar length compute less padding and take less CPU time for the same update"
 CAP_TOKENS = 8192

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import elastic_torchft, result
 from benchmarks.elastic_torchft import MAX_NORM, MICRO_BATCH_SIZE, NUM_REPLICAS, Case, Fault, Journal
 from megabatch import Extension, GradientAccumulator, UpdateSampler, losses
-from megabatch.wrappers.mesh import num_collectives
+from megabatch.core.mesh import num_collectives
 
 CLAIM = "survivors go on as fast as torchft's do, without a lost update and with the whole batch"
 NUM_RUNS, NUM_UPDATES, KILLED_IN = 3, 6, 2

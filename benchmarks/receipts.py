@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import one_microbatch, result
 from megabatch import GradientAccumulator, accumulator, losses
-from megabatch.engine import update as engine_update
+from megabatch.core import update as engine_update
 
 NUM_BLOCKS, PAIRS_PER_BLOCK = 80, 25
 NUM_RESAMPLES = 4000

@@ -10,15 +10,15 @@ from megabatch.lazy import export_lazily
 if TYPE_CHECKING:
     from megabatch import losses as losses
     from megabatch.accumulator import GradientAccumulator as GradientAccumulator
-    from megabatch.engine.coupled_loss import JointLoss as JointLoss
-    from megabatch.engine.extension import Extension as Extension
-    from megabatch.engine.update import Update as Update
+    from megabatch.core.contract import Term as Term
+    from megabatch.core.contract import loss as loss
+    from megabatch.core.extension import Extension as Extension
+    from megabatch.core.update import Update as Update
     from megabatch.errors import LossContractError as LossContractError
     from megabatch.errors import MegabatchError as MegabatchError
     from megabatch.errors import PlanError as PlanError
     from megabatch.learner import Learner as Learner
-    from megabatch.losses.contract import Term as Term
-    from megabatch.losses.contract import loss as loss
+    from megabatch.losses.coupled_loss import JointLoss as JointLoss
     from megabatch.losses.mean import mean as mean
     from megabatch.planning.dealing import plan as plan
     from megabatch.planning.plan import CostModel as CostModel
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 else:
     _HOME = {  # public name → its module
         "GradientAccumulator": "accumulator",
-        "JointLoss": "engine.coupled_loss",
-        "Term": "losses.contract",
-        "loss": "losses.contract",
+        "JointLoss": "losses.coupled_loss",
+        "Term": "core.contract",
+        "loss": "core.contract",
         "mean": "losses.mean",
         "CostModel": "planning.plan",
         "Plan": "planning.plan",
@@ -49,8 +49,8 @@ else:
         "Verification": "verification.proof",
         "verify": "verification.proof",
         "UpdateSampler": "planning.sampler",
-        "Update": "engine.update",
-        "Extension": "engine.extension",
+        "Update": "core.update",
+        "Extension": "core.extension",
     }
     __all__ = ["losses", *_HOME]
 

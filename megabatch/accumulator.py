@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import engine
-from megabatch.batching.choice import choose_batching
+from megabatch import loops
 from megabatch.batching.padding import Padding
-from megabatch.batching.samples import Batch, Batching, Collate, Length, Microbatch, Samples
-from megabatch.engine.by_loss import ByLoss
-from megabatch.engine.call import (
+from megabatch.core.by_loss import ByLoss
+from megabatch.core.call import (
     CallAgreement,
     MicrobatchPlanner,
     MicrobatchStep,
@@ -25,15 +23,8 @@ from megabatch.engine.call import (
     iterate_steps,
     with_dummies,
 )
-from megabatch.engine.error_kinds import is_out_of_memory, mark_known
-from megabatch.engine.extension import Call, Extension, Extensions
-from megabatch.engine.guards.loss_trial import NewLossTrial
-from megabatch.engine.guards.memory_guard import MemoryGuard
-from megabatch.engine.guards.receipts import Receipt, check_unmoved
-from megabatch.engine.ownership import Ownership
-from megabatch.engine.update import NOT_OPEN, OpenUpdate, Update, add_terms
-from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, ReplanError, check_positive, missing_attribute
-from megabatch.losses.contract import (
+from megabatch.core.choice import choose_batching
+from megabatch.core.contract import (
     CoupledLoss,
     LossFunction,
     LossHooks,
@@ -42,6 +33,18 @@ from megabatch.losses.contract import (
     takes_divisor,
     terms_of,
 )
+from megabatch.core.error_kinds import is_out_of_memory, mark_known
+from megabatch.core.extension import Call, Extension, Extensions
+from megabatch.core.gradients import clip_gradients, drop_gradients, no_float16_autocast, scale_gradients
+from megabatch.core.mesh import num_collectives
+from megabatch.core.samples import Batch, Batching, Collate, Length, Microbatch, Samples
+from megabatch.core.update import NOT_OPEN, OpenUpdate, Update, add_terms
+from megabatch.core.wrapper import Wrapper
+from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, ReplanError, check_positive, missing_attribute
+from megabatch.guards.loss_trial import NewLossTrial
+from megabatch.guards.memory_guard import MemoryGuard
+from megabatch.guards.ownership import Ownership
+from megabatch.guards.receipts import Receipt, check_unmoved
 from megabatch.planners.built_in import (
     BuiltIn,
     OtherPlanners,
@@ -54,8 +57,6 @@ from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel, Plan
 from megabatch.planning.planner import Planner
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
-from megabatch.wrappers.gradients import clip_gradients, drop_gradients, no_float16_autocast, scale_gradients
-from megabatch.wrappers.mesh import num_collectives
 
 OWN_LOOP = "surround each microbatch of your loop with microbatch(), and call scale(loss).backward() of what it yields"
 REMOVED = {  # method -> what to do instead; a line is kept for one release
@@ -141,9 +142,7 @@ class GradientAccumulator:
         policy = choose_policy(wrapper, sync)
         self._guard = MemoryGuard(ranks)
         if not ranks.is_alone:
-            from megabatch.engine.agreement import join_ranks
-
-            self._guard = join_ranks(wrapper, policy[0], accumulate_dtype, choice.common_settings)
+            self._guard = _join_ranks(wrapper, policy[0], accumulate_dtype, choice.common_settings)
         inner.pad = self._padding = Padding(wrapper.models, inner.pad.fills)
         rows, tokens = choice.limits
         self.planner = new_planner(
@@ -300,7 +299,7 @@ class GradientAccumulator:
         except MegabatchError as error:
             failure = error
         self.ranks.position.verb = "open()"
-        from megabatch.engine.agreement import agree_on_weights
+        from megabatch.core.agreement import agree_on_weights
 
         with self.guarded("open()"), self._guard.agreeing():
             told = agree_on_weights(self.ranks, weights, failure)
@@ -355,7 +354,7 @@ class GradientAccumulator:
                 "forward() returns the output of each sample, and samples lie in one row or are cut over the mesh axis "
                 "'cp'; use an accumulator without"
             )
-        from megabatch.engine.forwards import compute_outputs
+        from megabatch.loops.forwards import compute_outputs
 
         return compute_outputs(self, self._wrapper, batch, fn, plan, trim=trim)
 
@@ -380,7 +379,7 @@ class GradientAccumulator:
         """
         if isinstance(loss_fn, CoupledLoss) or takes_divisor(loss_fn):
             raise PlanError("evaluate() needs a loss that sums over samples; this couples them, or takes the divisor")
-        from megabatch.engine.forwards import evaluate
+        from megabatch.loops.forwards import evaluate
 
         return evaluate(self, self._wrapper, batch, loss_fn, self._new_update(self._wrapper))
 
@@ -459,7 +458,7 @@ class GradientAccumulator:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            from megabatch.engine.guards.oom_retry import OOMRetry
+            from megabatch.guards.oom_retry import OOMRetry
 
             retry = OOMRetry(call.prepared, call.hooks.weigh, wrapper, opened, takes_divisor=call.takes_divisor)
             run_in_parts = retry.prepare_parts(step, error, before, num_sent, run)
@@ -492,7 +491,7 @@ class GradientAccumulator:
     def microbatch(
         self, index: int, *, of: int, sum_over: float | Tensor | None = None, mean_over: float | Tensor | None = None,
         update_weight: float | Tensor | None = None, divided: bool = False,
-    ) -> Generator["engine.LoopMicrobatch"]:  # fmt: skip
+    ) -> Generator["loops.LoopMicrobatch"]:  # fmt: skip
         """Surround forward and backward of one microbatch in a loop of your own, which keeps its data and its loss.
 
         This reduces gradients by the sync policy, counts the microbatches, and divides by the weight of the update.
@@ -517,7 +516,7 @@ class GradientAccumulator:
             LossContractError: A loss that is not what you say.
             PlanError: A pipeline, and ranks that run different numbers.
         """
-        from megabatch.engine.user_loop import LoopUpdate, check_first, open_loop, read_request
+        from megabatch.loops.user_loop import LoopUpdate, check_first, open_loop, read_request
 
         request, failure = None, None
         try:
@@ -836,3 +835,18 @@ class GradientAccumulator:
         self._wrapper.discard()
         self._wide.discard()
         drop_gradients(self._wrapper.parameters)
+
+
+def _join_ranks(wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None, planner: str) -> MemoryGuard:
+    """Compare the model and the settings of all ranks. Return what tells them an error of one. Collective.
+
+    Ranks with other models or settings would sum one parameter's gradient into another's. A rank that runs out of
+    memory inside a collective must tell those that wait for it.
+    """
+    from megabatch.guards.error_broadcast import ErrorBroadcast
+    from megabatch.wrappers.rank_agreement import check_rank_agreement
+
+    check_rank_agreement(wrapper, policy, accumulate_dtype, planner)
+    broadcast = ErrorBroadcast(wrapper.ranks, wrapper.device)
+    wrapper.ranks.position.accumulator = broadcast.number
+    return broadcast

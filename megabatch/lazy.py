@@ -19,7 +19,7 @@ def export_lazily(
 
     Args:
         package: Name of the package. ``__dir__`` lists what its ``__all__`` does.
-        homes: Module of each public name, relative to the package.
+        homes: Module of each public name, relative to the package, or its full name.
         removed: What to use instead of each public name that the last version had: `PlanError` says it.
     """
     namespace = vars(sys.modules[package])
@@ -32,7 +32,8 @@ def export_lazily(
         missing = AttributeError(f"module {package!r} has no attribute {name!r}")
         if name.startswith("_"):
             raise missing
-        module = f"{package}.{homes.get(name, name)}"
+        home = homes.get(name, name)
+        module = home if home.startswith("megabatch.") else f"{package}.{home}"
         try:
             loaded = import_module(module)
         except ModuleNotFoundError as error:

@@ -7,10 +7,10 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.samples import Batch
-from megabatch.engine.update import Update
+from megabatch.core.contract import CoupledLoss, LossFunction, Term
+from megabatch.core.samples import Batch
+from megabatch.core.update import Update
 from megabatch.errors import LossContractError, PlanError
-from megabatch.losses.contract import CoupledLoss, LossFunction, Term
 
 
 class Learner:

@@ -17,12 +17,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megabatch"
 
 CHAPTERS = [  # a chapter imports only chapters above it
-    "lazy", "errors", "torch_private", "optim", "planning", "batching", "losses", "wrappers", "engine", "planners",
-    "pipeline", "autotune", "accumulator", "learner", "verification", "experts", "simulate", "integrations",
+    "lazy", "errors", "torch_private", "optim", "planning", "inspection", "core", "batching", "losses", "wrappers",
+    "guards", "loops", "pipeline", "autotune", "planners", "accumulator", "learner", "verification", "experts",
+    "simulate", "integrations",
 ]  # fmt: skip
 # Files of a chapter; of any other 9 at most.
-LARGE = {"planning": 13, "batching": 23, "engine": 15, "simulate": 11, "integrations": 12, "torch_private": 14,
-         "verification": 12, "wrappers": 14, "train/runtime": 10}  # fmt: skip
+LARGE = {"planning": 13, "core": 20, "batching": 16, "simulate": 11, "integrations": 12, "torch_private": 14,
+         "verification": 12, "guards": 10, "wrappers": 10, "train/runtime": 10}  # fmt: skip
 BESIDE = ("optim", "pipeline", "autotune", "verification", "experts", "simulate", "integrations")  # of the core
 NEIGHBOURS = {  # and why
     ("simulate", "pipeline"), ("simulate", "optim"),  # it simulates their schedules and states
@@ -123,9 +124,9 @@ def test_the_library_knows_no_trainer(module):
     assert not any(chapter_of(edge) in ("train", "__main__") for edge in edges(module))
 
 
-def test_the_package_has_nineteen_entries_at_most():
+def test_the_package_has_few_entries():
     entries = {Path(name).parts[0] for name in FILES} - {"__init__.py", "__main__.py"}
-    assert len(entries) <= 19, sorted(entries)
+    assert len(entries) <= 22, sorted(entries)
 
 
 @pytest.mark.parametrize("folder", sorted({str(Path(name).parent) for name in FILES} - {"."}))
@@ -158,7 +159,8 @@ def test_the_names_of_a_package_are_imported_when_they_are_asked_for_and_listed_
     listed = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: str(node.module) for node in listed for alias in node.names if alias.asname == alias.name}
     modules = dict.fromkeys(set(found.__all__) - set(found._HOME), package)
-    assert seen == {name: f"{package}.{module}" for name, module in found._HOME.items()} | modules
+    homes = {name: home if home.startswith("megabatch.") else f"{package}.{home}" for name, home in found._HOME.items()}
+    assert seen == homes | modules
     assert all(inspect.ismodule(getattr(found, name)) for name in modules)
     assert set(found.__all__) == set(seen) <= set(dir(found))
     top = [node for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from megabatch.engine.call import MicrobatchPlanner, MicrobatchStep
-from megabatch.engine.extension import Extension
-from megabatch.engine.update import Update
+from megabatch.core.call import MicrobatchPlanner, MicrobatchStep
+from megabatch.core.extension import Extension
+from megabatch.core.update import Update
+from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError
 from megabatch.planning.limit_search import TimedMicrobatch, cost_in_use
 from megabatch.planning.plan import CostModel, Plan
-from megabatch.wrappers.base import Wrapper
 
 MAX_SHAPES = 64  # the newest shapes of microbatches are fitted
 MAX_WAITING = 256  # microbatches that a GPU has not finished; older ones are forgotten

@@ -12,19 +12,19 @@ from typing import Any
 from torch import nn
 
 from megabatch.autotune.shapes_planner import ShapesPlanner, check_loss
-from megabatch.batching.mixing_causes import find_mixing_causes
-from megabatch.batching.model_facts import EXPERTS, ModelFacts, is_causal, with_config
-from megabatch.batching.odd_values import to_dense_tensor
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import IGNORED_LABEL, Batch, Padded
-from megabatch.engine.agreement import first_failure
-from megabatch.engine.call import MicrobatchPlanner
-from megabatch.engine.extension import Extension
+from megabatch.core.agreement import first_failure
+from megabatch.core.call import MicrobatchPlanner
+from megabatch.core.extension import Extension
+from megabatch.core.odd_values import to_dense_tensor
+from megabatch.core.samples import IGNORED_LABEL, Batch, Padded
+from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError
+from megabatch.inspection.mixing_causes import find_mixing_causes
+from megabatch.inspection.model_facts import EXPERTS, ModelFacts, is_causal, with_config
 from megabatch.planning.plan import check_lengths
 from megabatch.planning.shapes import Shape, choose_shapes
 from megabatch.torch_private.module_members import forward_hooks, forward_pre_hooks
-from megabatch.wrappers.base import Wrapper
 
 STATISTICS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,

@@ -17,19 +17,19 @@ from megabatch.autotune.memory import (
     measure_memory,
     measure_time,
 )
-from megabatch.engine.agreement import first_failure
-from megabatch.engine.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned, iterate_steps
-from megabatch.engine.divided_loss import LossRun
-from megabatch.engine.error_kinds import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.engine.update import OpenUpdate
+from megabatch.core.agreement import first_failure
+from megabatch.core.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned, iterate_steps
+from megabatch.core.contract import LossFunction, loss_hooks, weigh_of
+from megabatch.core.error_kinds import is_out_of_memory, rank_of_process, whoever_runs
+from megabatch.core.gradients import WideGradients, drop_gradients, no_float16_autocast
+from megabatch.core.update import OpenUpdate
+from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
-from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of
+from megabatch.guards.divided_loss import LossRun
 from megabatch.planning.limit_search import MemoryRoom, TimedMicrobatch
 from megabatch.planning.limits import MeasuredMicrobatch
 from megabatch.planning.plan import Plan
 from megabatch.torch_private.operations import pytree
-from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import WideGradients, drop_gradients, no_float16_autocast
 
 LACKS_MEMORY = 2.0  # in the message after a measured update: it ran out of memory; 1.0 is any other error
 

@@ -18,10 +18,10 @@ from typing import Any, cast
 import torch
 from torch import optim
 
+from megabatch.core.mesh import DataRanks
+from megabatch.core.wrapper import local
 from megabatch.errors import PlanError
 from megabatch.torch_private.operations import start_profiler, stop_profiler
-from megabatch.wrappers.base import local
-from megabatch.wrappers.mesh import DataRanks
 
 KEPT_FREE = 0.1  # fraction of free memory without memory_bytes: for fragments and other processes
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
-from megabatch.batching.samples import Batch, Batching, Microbatch, Samples, pad_right
-from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned
+from megabatch.core.call import MicrobatchPlanner, PreparedBatch, collate_planned
+from megabatch.core.contract import LossHooks, is_own
+from megabatch.core.samples import Batch, Batching, Microbatch, Samples, pad_right
 from megabatch.errors import PlanError
-from megabatch.losses.contract import LossHooks, is_own
 from megabatch.losses.label_losses import classification
 from megabatch.losses.token_loss import next_token
 from megabatch.planning.plan import Plan, check_lengths, priced

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.core.wrapper import local
 from megabatch.torch_private.classes import is_fsdp1
 from megabatch.torch_private.module_members import buffers_of, transient_buffers
-from megabatch.wrappers.base import local
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # tables of parameters, buffers, modules and hooks
 OF_TORCH = "__composable_api"  # attributes of fully_shard and replicate in the user's modules

@@ -15,20 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
 from megabatch.autotune.memory import GIVE_A_BOUND, check_device, check_measurable, measure_budget
 from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
-from megabatch.batching.samples import Batch, Samples
-from megabatch.engine import random_state
-from megabatch.engine.agreement import REPLAN, first_failure
-from megabatch.engine.call import MicrobatchPlanner, PreparedBatch
-from megabatch.engine.extension import Extension
-from megabatch.engine.update import OpenUpdate
+from megabatch.core import random_state
+from megabatch.core.agreement import REPLAN, first_failure
+from megabatch.core.call import MicrobatchPlanner, PreparedBatch
+from megabatch.core.contract import CoupledLoss, LossFunction
+from megabatch.core.extension import Extension
+from megabatch.core.gradients import WideGradients, drop_gradients
+from megabatch.core.mesh import DataRanks
+from megabatch.core.samples import Batch, Samples
+from megabatch.core.update import OpenUpdate
+from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, PlanError, ReplanError
-from megabatch.losses.contract import CoupledLoss, LossFunction
 from megabatch.planning.limit_search import TimedMicrobatch, bound_tokens, cost_of, fitting, largest_fitting, search
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit, gains_little, in_gib
 from megabatch.torch_private.classes import is_fsdp2
-from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import WideGradients, drop_gradients
-from megabatch.wrappers.mesh import DataRanks
 
 TIMED_ROWS = 8  # at most: enough to hide the cost of launches, and quick
 

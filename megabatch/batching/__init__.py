@@ -10,26 +10,30 @@ if TYPE_CHECKING:
     from megabatch.batching.inside_samples import InsideSamples as InsideSamples
     from megabatch.batching.inside_samples import find_chunks as find_chunks
     from megabatch.batching.packed_row import OneRow as OneRow
+    from megabatch.batching.packing_check import check_packing_isolation as check_packing_isolation
+    from megabatch.batching.packing_check import equal_but_rounding as equal_but_rounding
     from megabatch.batching.padding import Padding as Padding
-    from megabatch.batching.samples import IGNORED_LABEL as IGNORED_LABEL
-    from megabatch.batching.samples import Padded as Padded
-    from megabatch.batching.samples import pad_right as pad_right
-    from megabatch.batching.samples import sample_length as sample_length
     from megabatch.batching.shared_prefix import SharedPrefix as SharedPrefix
-    from megabatch.batching.tree import to_device as to_device
+    from megabatch.core.samples import IGNORED_LABEL as IGNORED_LABEL
+    from megabatch.core.samples import Padded as Padded
+    from megabatch.core.samples import pad_right as pad_right
+    from megabatch.core.samples import sample_length as sample_length
+    from megabatch.core.tree import to_device as to_device
 else:
     _HOME = {  # public name → its module
-        "IGNORED_LABEL": "samples",
+        "IGNORED_LABEL": "megabatch.core.samples",
         "Deferred": "deferred",
         "InsideSamples": "inside_samples",
         "OneRow": "packed_row",
-        "Padded": "samples",
+        "Padded": "megabatch.core.samples",
         "Padding": "padding",
         "SharedPrefix": "shared_prefix",
+        "check_packing_isolation": "packing_check",
+        "equal_but_rounding": "packing_check",
         "find_chunks": "inside_samples",
-        "pad_right": "samples",
-        "sample_length": "samples",
-        "to_device": "tree",
+        "pad_right": "megabatch.core.samples",
+        "sample_length": "megabatch.core.samples",
+        "to_device": "megabatch.core.tree",
     }
     __all__ = [*_HOME, "context_parallel"]
     __getattr__, __dir__ = export_lazily(__name__, _HOME)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megabatch.batching.tree import each_leaf
+from megabatch.core.tree import each_leaf
 from megabatch.errors import LossContractError
 
 STATES = "a sample is cut into chunks and the model has layers with a state"

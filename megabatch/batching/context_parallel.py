@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.samples import IGNORED_LABEL, Microbatch
+from megabatch.core.samples import IGNORED_LABEL, Microbatch
 from megabatch.errors import LossContractError, PlanError
 from megabatch.torch_private.operations import pytree
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megabatch.batching.samples import STOPPED, Microbatch, Samples, Weigh, sample_length
-from megabatch.batching.tree import clone, each_leaf
+from megabatch.core.samples import STOPPED, Microbatch, Samples, Weigh, sample_length
+from megabatch.core.tree import clone, each_leaf
 from megabatch.errors import LossContractError, PlanError, require_count
 from megabatch.planning.plan import Plan
 

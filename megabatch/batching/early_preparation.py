@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from megabatch.batching.samples import Batch
+from megabatch.core.samples import Batch
 from megabatch.torch_private.autograd import count_writes
 
 Settings = tuple[Any, Any, Any]  # the planner, the hooks of the loss, and a plan

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.batching.odd_values import to_dense_tensor
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.core.odd_values import to_dense_tensor
+from megabatch.core.samples import IGNORED_LABEL
 from megabatch.errors import PlanError
 
 # Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megabatch.batching.choice import choose_batching
-from megabatch.batching.mixing_causes import find_mixing_causes
-from megabatch.batching.model_facts import MASK, POSITIONS, with_config
-from megabatch.batching.samples import HALF_TYPES, IGNORED_LABEL, Batching, Collate, pad_right
+from megabatch.core.choice import choose_batching
+from megabatch.core.samples import HALF_TYPES, IGNORED_LABEL, Batching, Collate, pad_right
 from megabatch.errors import LossContractError, PlanError, in_one_line
+from megabatch.inspection.mixing_causes import find_mixing_causes
+from megabatch.inspection.model_facts import MASK, POSITIONS, with_config
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.module_members import is_compiled, original_of
 
@@ -61,13 +61,13 @@ class InsideSamples(Batching):
 
     def new_planner(self, usual: Any) -> Any:
         """Return the planner of chunks."""
-        from megabatch.planners.chunk_planner import choose_chunk_planner
+        from megabatch.batching.chunk_planner import choose_chunk_planner
 
         return choose_chunk_planner(usual)
 
     def check_model(self, wrapper: Any, limits: tuple[int | None, int | None]) -> None:
         """Compare chunks of a few tokens with the uncut sample, on the model."""
-        from megabatch.planners.chunk_planner import check_settings
+        from megabatch.batching.chunk_planner import check_settings
 
         check_settings(wrapper, limits[1])
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.model_facts import IDS, MASK, POSITIONS, ModelFacts, with_config
-from megabatch.batching.samples import holds_tokens, is_label
+from megabatch.core.samples import holds_tokens, is_label
 from megabatch.errors import LossContractError
+from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts, with_config
 
 DECODER = "decoder_"  # of inputs of a decoder, whose tokens see no padding on their right
 MASKS = re.compile(r"(^|_)(mask|masks|position_ids|token_type_ids)(_|$)")  # keys that are no input by themselves

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from megabatch.batching.model_facts import MASK, POSITIONS, is_causal
-from megabatch.batching.samples import IGNORED_LABEL, Microbatch
+from megabatch.core.samples import IGNORED_LABEL, Microbatch
 from megabatch.errors import LossContractError
+from megabatch.inspection.model_facts import MASK, POSITIONS, is_causal
 from megabatch.torch_private.operations import is_fake
 
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask

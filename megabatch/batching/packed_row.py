@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batching.filled_shape import without_labels
-from megabatch.batching.model_facts import list_configs
-from megabatch.batching.samples import IGNORED_LABEL, Batching, Microbatch, Samples, gather_columns
+from megabatch.core.samples import IGNORED_LABEL, Batching, Microbatch, Samples, gather_columns
 from megabatch.errors import LossContractError, PlanError
+from megabatch.inspection.model_facts import list_configs
 from megabatch.planning.packing import without_padding
 from megabatch.planning.plan import CostModel, Plan
 
@@ -77,7 +77,7 @@ class OneRow(Batching):
 
     def check_model(self, wrapper: Any, limits: tuple[int | None, int | None]) -> None:
         """Compare samples of one row with each alone, on the model."""
-        from megabatch.engine.guards.packing_check import check_packing
+        from megabatch.batching.packing_check import check_packing
 
         check_packing(wrapper, self, limits)
 

@@ -15,9 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.mixing_causes import is_read, refuse_mixing
-from megabatch.batching.model_facts import IDS, MASK, POSITIONS, ModelFacts
-from megabatch.batching.samples import (
+from megabatch.core.samples import (
     IGNORED_LABEL,
     SHAPE,
     Microbatch,
@@ -29,6 +27,8 @@ from megabatch.batching.samples import (
     stack_padded,
 )
 from megabatch.errors import LossContractError, PlanError
+from megabatch.inspection.mixing_causes import is_read, refuse_mixing
+from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts
 from megabatch.torch_private.operations import is_fake
 
 PATCHES_BY_GRID = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # as Qwen-VL has them

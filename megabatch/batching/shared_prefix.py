@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.model_facts import IDS, MASK, POSITIONS, with_config
-from megabatch.batching.samples import Batching, Microbatch, Samples
-from megabatch.batching.tree import to_device
+from megabatch.core.samples import Batching, Microbatch, Samples
+from megabatch.core.tree import to_device
 from megabatch.errors import LossContractError, PlanError
+from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, with_config
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
 from megabatch.torch_private.autograd import count_writes
@@ -80,7 +80,7 @@ class SharedPrefix(Batching):
 
     def check_model(self, wrapper: Any, limits: tuple[int | None, int | None]) -> None:
         """Compare samples of one tree with each alone, on the model."""
-        from megabatch.engine.guards.packing_check import check_packing
+        from megabatch.batching.packing_check import check_packing
 
         check_packing(wrapper, self, limits)
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megabatch.batching.samples import Microbatch
+from megabatch.core.samples import Microbatch
 from megabatch.errors import LossContractError, PlanError
 
 LENGTHS = "megabatch: lengths for neftune_noise_alpha"  # a key of a microbatch: [B, 1] or [B, T]

@@ -7,10 +7,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megabatch.accumulator import GradientAccumulator
-from megabatch.engine.coupled_loss import JointLoss
-from megabatch.engine.update import Update
+from megabatch.core.contract import LossFunction
+from megabatch.core.update import Update
 from megabatch.errors import LossContractError, PlanError, require_count
-from megabatch.losses.contract import LossFunction
+from megabatch.losses.coupled_loss import JointLoss
 
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # every rank holds the whole module
 

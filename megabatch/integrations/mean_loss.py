@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megabatch.batching.mixing_causes import find_mixing_causes
-from megabatch.batching.samples import IGNORED_LABEL, Length, Microbatch
-from megabatch.engine import random_state
+from megabatch.core import random_state
+from megabatch.core.samples import IGNORED_LABEL, Length, Microbatch
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
+from megabatch.inspection.mixing_causes import find_mixing_causes
 from megabatch.torch_private.classes import is_fsdp2
 from megabatch.torch_private.operations import TorchDispatchMode, pytree, schema_of
 

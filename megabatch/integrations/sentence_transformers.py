@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler
 
-from megabatch.engine.coupled_loss import JointLoss
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.integrations.transformers import MegabatchTrainer
+from megabatch.losses.coupled_loss import JointLoss
 
 try:
     from sentence_transformers import SentenceTransformerTrainer

@@ -24,13 +24,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.samples import Batch
-from megabatch.engine.call import MicrobatchStep
-from megabatch.engine.extension import Call, Extension, Steps
-from megabatch.engine.update import OpenUpdate, Update
+from megabatch.core.call import MicrobatchStep
+from megabatch.core.contract import LossFunction, Term, loss_hooks
+from megabatch.core.extension import Call, Extension, Steps
+from megabatch.core.samples import Batch
+from megabatch.core.update import OpenUpdate, Update
+from megabatch.core.wrapper import SelfWrapped, local, trainable
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.integrations.lighthouse import call_while_it_answers
-from megabatch.losses.contract import LossFunction, Term, loss_hooks
 from megabatch.planners.same_bits import SameBitsPlanner
 from megabatch.planning.balancing import balance, fill
 from megabatch.planning.dealing import plan
@@ -38,7 +39,6 @@ from megabatch.planning.plan import CostModel, Plan
 from megabatch.planning.sampler import UpdateSampler
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor
-from megabatch.wrappers.base import SelfWrapped, local, trainable
 
 MESSAGE_ELEMENTS = 2**23  # of a gradient
 CUT_FOR = 6  # replicas: two, three and six of them then have equal shares

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.core.mesh import DataRanks
+from megabatch.core.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private.fsdp2_groups import param_groups
-from megabatch.wrappers.mesh import DataRanks
 
 try:
     from torchtitan.components.dataloader import DataloaderExhaustedError

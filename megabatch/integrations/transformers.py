@@ -19,10 +19,10 @@ from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.inside_samples import InsideSamples
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import IGNORED_LABEL, Length, Microbatch
 from megabatch.batching.shared_prefix import SharedPrefix
-from megabatch.engine.coupled_loss import JointLoss
-from megabatch.engine.update import Update
+from megabatch.core.contract import LossFunction, LossHooks, loss, loss_hooks, terms_of, weigh_of
+from megabatch.core.samples import IGNORED_LABEL, Length, Microbatch
+from megabatch.core.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line, require_version
 from megabatch.integrations import mean_loss
 from megabatch.integrations.embedding_noise import EmbeddingNoise, with_lengths
@@ -30,7 +30,7 @@ from megabatch.integrations.mean_loss import LossTrial, choose_samples, note_gen
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
 from megabatch.integrations.rollouts import Rollouts, makes_rollouts
 from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
-from megabatch.losses.contract import LossFunction, LossHooks, loss, loss_hooks, terms_of, weigh_of
+from megabatch.losses.coupled_loss import JointLoss
 from megabatch.losses.mean import mean
 from megabatch.losses.token_loss import HALF_TYPES
 from megabatch.planning.dealing import deal

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.core.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.losses import token_loss
 from megabatch.losses.token_loss import HALF_TYPES

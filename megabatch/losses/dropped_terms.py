@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.model_facts import IDS, MASK, POSITIONS
 from megabatch.errors import LossContractError
+from megabatch.inspection.model_facts import IDS, MASK, POSITIONS
 from megabatch.torch_private.classes import is_dtensor, is_fsdp2
 from megabatch.torch_private.module_members import original_of
 from megabatch.torch_private.operations import is_fake

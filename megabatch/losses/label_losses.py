@@ -9,10 +9,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.batching.model_facts import with_config
-from megabatch.batching.samples import IGNORED_LABEL, Microbatch, has_padded_numbers
+from megabatch.core.contract import Term, loss
+from megabatch.core.samples import IGNORED_LABEL, Microbatch, has_padded_numbers
 from megabatch.errors import LossContractError
-from megabatch.losses.contract import Term, loss
+from megabatch.inspection.model_facts import with_config
 from megabatch.losses.token_loss import predict, sum_cross_entropy
 
 

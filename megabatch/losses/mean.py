@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.errors import LossContractError
-from megabatch.losses.contract import (
+from megabatch.core.contract import (
     PAIR_NAME,
     CoupledLoss,
     LossFunction,
@@ -16,6 +15,7 @@ from megabatch.losses.contract import (
     takes_divisor,
     weigh_of,
 )
+from megabatch.errors import LossContractError
 from megabatch.torch_private.loss_nodes import cross_entropy_weight, is_mean_cross_entropy
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.batching.masks import RIGHT_PADDED, next_targets, note_padding, without_needless
-from megabatch.batching.model_facts import MASK, with_config
-from megabatch.batching.samples import HALF_TYPES, IGNORED_LABEL, Microbatch
+from megabatch.core.contract import Term, loss
+from megabatch.core.samples import HALF_TYPES, IGNORED_LABEL, Microbatch
 from megabatch.errors import LossContractError
-from megabatch.losses.contract import Term, loss
+from megabatch.inspection.model_facts import MASK, with_config
 
 TARGETS = ("labels", "shift_labels")
 MIN_CHUNK_LOGITS = 2**22  # of a chunk: 16 MiB in float32; smaller ones save nothing, and at 1 MiB are slower

@@ -17,15 +17,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch.batching.context_parallel import stretch_alike
-from megabatch.batching.pad_to_shape import Inputs, crop_output, fingerprint, in_one_shape
-from megabatch.batching.samples import Microbatch
-from megabatch.engine import random_state
-from megabatch.engine.agreement import first_failure
-from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps
-from megabatch.engine.error_kinds import is_out_of_memory
-from megabatch.engine.update import OpenUpdate, add_terms
-from megabatch.errors import LossContractError, PlanError
-from megabatch.losses.contract import (
+from megabatch.core import random_state
+from megabatch.core.agreement import first_failure
+from megabatch.core.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps
+from megabatch.core.contract import (
     CoupledLoss,
     LossFunction,
     Term,
@@ -36,11 +31,16 @@ from megabatch.losses.contract import (
     terms_of,
     weigh_of,
 )
+from megabatch.core.error_kinds import is_out_of_memory
+from megabatch.core.mesh import DataRanks
+from megabatch.core.samples import Microbatch
+from megabatch.core.update import OpenUpdate, add_terms
+from megabatch.core.wrapper import Wrapper
+from megabatch.errors import LossContractError, PlanError
+from megabatch.pipeline.pad_to_shape import Inputs, crop_output, fingerprint, in_one_shape
 from megabatch.pipeline.schedule_steps import group_microbatches
 from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
 from megabatch.torch_private.operations import pytree
-from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.mesh import DataRanks
 
 __all__ = ["Pipeline", "evaluate"]
 

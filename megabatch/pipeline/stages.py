@@ -19,20 +19,20 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.pad_to_shape import Inputs, Shape, difference, meta_tensors
-from megabatch.engine.error_kinds import is_of_message, is_out_of_memory
+from megabatch.core.error_kinds import is_of_message, is_out_of_memory
+from megabatch.core.gradients import WideGradients
+from megabatch.core.mesh import DataRanks, check_axes, is_expert
+from megabatch.core.wrapper import Choice, SelfWrapped, Wrapper
 from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.pipeline.pad_to_shape import Inputs, Shape, difference, meta_tensors
 from megabatch.pipeline.tied import TiedParameters
 from megabatch.torch_private.classes import is_fsdp2, is_replicate_module
 from megabatch.torch_private.module_members import original_of
 from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import run_schedule
 from megabatch.torch_private.versions import check_feature
-from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper
 from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
 from megabatch.wrappers.detect import wrapper_of_one
-from megabatch.wrappers.gradients import WideGradients
-from megabatch.wrappers.mesh import DataRanks, check_axes, is_expert
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
 MOST_STEPS = 4  # schedule steps of a call

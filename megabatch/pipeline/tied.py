@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megabatch.core.mesh import DataRanks
+from megabatch.core.wrapper import local
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor
-from megabatch.wrappers.base import local
-from megabatch.wrappers.mesh import DataRanks
 from megabatch.wrappers.rank_agreement import checksum
 
 

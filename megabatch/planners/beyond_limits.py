@@ -6,18 +6,18 @@ from typing import Any, cast
 
 import torch
 
-from megabatch.batching.samples import Batching
-from megabatch.engine.call import MicrobatchPlanner
-from megabatch.engine.extension import Extension
-from megabatch.engine.update import OpenUpdate
+from megabatch.core.call import MicrobatchPlanner
+from megabatch.core.extension import Extension
+from megabatch.core.gradients import WideGradients
+from megabatch.core.samples import Batching
+from megabatch.core.update import OpenUpdate
+from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError, require_count
 from megabatch.planners.built_in import BuiltIn, Parts, Rows, Tokens
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel
 from megabatch.planning.planner import Planner
 from megabatch.planning.settings import check_cost, check_limits
-from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import WideGradients
 
 OWN_SPLIT = (
     "a Planner of your own splits whole samples, and InsideSamples, SharedPrefix, a cp axis and a pipeline split them "

@@ -5,17 +5,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megabatch.batching.samples import Batching
-from megabatch.engine.call import MicrobatchPlanner
-from megabatch.engine.extension import Extension
-from megabatch.engine.update import OpenUpdate
+from megabatch.core.call import MicrobatchPlanner
+from megabatch.core.extension import Extension
+from megabatch.core.gradients import WideGradients
+from megabatch.core.samples import Batching
+from megabatch.core.update import OpenUpdate
+from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError, require_count
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel
 from megabatch.planning.planner import Planner
 from megabatch.planning.settings import check_cost, check_limits
-from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import WideGradients
 
 MOVED = {  # argument of earlier versions, of the trainer or of a batching → what to give instead
     "memory_bytes": "planner=Auto(memory_bytes=2 * 2**30), and no limit beside it",
@@ -186,7 +186,7 @@ def usual_planner(wrapper: Wrapper) -> Any:
         return wrapper.new_planner
     if not wrapper.ranks.context_groups:
         return MicrobatchPlanner
-    from megabatch.planners.stretch_planner import StretchPlanner
+    from megabatch.batching.stretch_planner import StretchPlanner
 
     return StretchPlanner
 

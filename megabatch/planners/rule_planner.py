@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast, overload
 
-from megabatch.batching.samples import STOPPED, Samples
-from megabatch.engine.call import MicrobatchPlanner
+from megabatch.core.call import MicrobatchPlanner
+from megabatch.core.contract import LossHooks
+from megabatch.core.samples import STOPPED, Samples
 from megabatch.errors import PlanError
-from megabatch.losses.contract import LossHooks
 from megabatch.planning.plan import Plan, split_in_halves
 from megabatch.planning.planner import Planner
 

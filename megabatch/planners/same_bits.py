@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn, optim
 
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Batch, Batching, Samples
 from megabatch.batching.shared_prefix import SharedPrefix
-from megabatch.engine import random_state
-from megabatch.engine.call import CallAgreement, MicrobatchPlanner, MicrobatchStep, PreparedBatch
-from megabatch.engine.extension import Extension
-from megabatch.engine.update import MAX_TERMS, OpenUpdate
+from megabatch.core import random_state
+from megabatch.core.call import CallAgreement, MicrobatchPlanner, MicrobatchStep, PreparedBatch
+from megabatch.core.contract import WEIGHT_TOLERANCE, LossHooks, Term
+from megabatch.core.extension import Extension
+from megabatch.core.samples import Batch, Batching, Samples
+from megabatch.core.update import MAX_TERMS, OpenUpdate
+from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
-from megabatch.losses.contract import WEIGHT_TOLERANCE, LossHooks, Term
 from megabatch.planning.balancing import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.torch_private.classes import is_dtensor
-from megabatch.wrappers.base import Wrapper
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DTYPES = (torch.float32, torch.bfloat16)  # of parameters whose sums float64 holds

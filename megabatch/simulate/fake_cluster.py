@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.core.mesh import DataRanks, check_axes
 from megabatch.errors import PlanError, in_one_line, require_count
 from megabatch.optim import low_bits
 from megabatch.pipeline.stages import Pipeline
@@ -26,7 +27,6 @@ from megabatch.torch_private.fsdp2_groups import param_groups
 from megabatch.torch_private.module_members import is_compiled, original_of, own_parameters
 from megabatch.torch_private.operations import NEEDS_DATA, FakeTensorMode, UncompiledMode
 from megabatch.torch_private.process_groups import make_fake_store
-from megabatch.wrappers.mesh import DataRanks, check_axes
 
 GROUPED_IN_BFLOAT16 = "Expected inputs of BF16 type"  # what torch's product in groups says of fake tensors
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from megabatch.batching.inside_samples import OVERLAP, Chunk, LongSample, find_chunks
+from megabatch.core.contract import LossFunction
 from megabatch.errors import PlanError
-from megabatch.losses.contract import LossFunction
 from megabatch.simulate.simulated_update import REPEATED_FORWARD, Simulated, num_distinct
 
 

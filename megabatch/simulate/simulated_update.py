@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.pipelining import PipelineStage
 
-from megabatch.batching.pad_to_shape import Inputs, in_one_shape
+from megabatch.core.contract import CoupledLoss, LossFunction, differentiable, terms_of
+from megabatch.core.gradients import WideGradients, clip_gradients, drop_gradients
+from megabatch.core.wrapper import Wrapper, local
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
-from megabatch.losses.contract import CoupledLoss, LossFunction, differentiable, terms_of
 from megabatch.pipeline.order import (
     BACKWARD,
     FORWARD,
@@ -44,6 +45,7 @@ from megabatch.pipeline.order import (
     finish_seconds,
     orders_of,
 )
+from megabatch.pipeline.pad_to_shape import Inputs, in_one_shape
 from megabatch.pipeline.stages import SCHEDULES, Pipeline, PipelineWrapper
 from megabatch.simulate.allocator import Reserved, reserved
 from megabatch.simulate.compiled_layers import CompiledForward
@@ -66,9 +68,7 @@ from megabatch.simulate.traffic import SEND, Sent, message_seconds
 from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import agreement_of_stages, messages_of_stages
 from megabatch.torch_private.versions import check_feature
-from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
-from megabatch.wrappers.gradients import WideGradients, clip_gradients, drop_gradients
 from megabatch.wrappers.rank_agreement import checksum
 
 NUM_DISTINCT = 2  # microbatches, of which every other one repeats the first backward or the second forward

@@ -317,7 +317,7 @@ class _Recorder:
             self._replace(kind, "finalize", self._wrap_finalize)
 
     def _wrap_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        from megabatch.wrappers.gradients import CLIP_EPSILON
+        from megabatch.core.gradients import CLIP_EPSILON
 
         @functools.wraps(original)
         def finalize(*args: Any, max_norm: float | None = None, **kwargs: Any) -> Any:

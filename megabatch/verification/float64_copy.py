@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from megabatch.batching.samples import Microbatch
-from megabatch.batching.tree import each_leaf, to_device
+from megabatch.core.mesh import is_expert
+from megabatch.core.samples import Microbatch
+from megabatch.core.tree import each_leaf, to_device
 from megabatch.errors import PlanError
 from megabatch.pipeline.stages import Pipeline
 from megabatch.torch_private.classes import is_replicate_module
@@ -26,7 +27,6 @@ from megabatch.torch_private.fsdp2_groups import (
 from megabatch.torch_private.module_members import apply_to_tensors, forward_hooks, forward_pre_hooks, original_of
 from megabatch.torch_private.operations import has_function_mode, pytree
 from megabatch.wrappers.checks import Dispatch, find_dispatches
-from megabatch.wrappers.mesh import is_expert
 
 DOUBLE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),

@@ -15,12 +15,8 @@ from torch.distributed.tensor import DTensor
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.deferred import Deferred
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Batch, Microbatch, Samples
-from megabatch.batching.tree import clone
-from megabatch.engine import random_state
-from megabatch.engine.update import add_terms
-from megabatch.errors import MegabatchError, PlanError, in_one_line
-from megabatch.losses.contract import (
+from megabatch.core import random_state
+from megabatch.core.contract import (
     LossFunction,
     Term,
     counted_weights,
@@ -29,7 +25,11 @@ from megabatch.losses.contract import (
     takes_divisor,
     terms_of,
 )
-from megabatch.losses.loss_graph import graph_leaves
+from megabatch.core.samples import Batch, Microbatch, Samples
+from megabatch.core.tree import clone
+from megabatch.core.update import add_terms
+from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.inspection.loss_graph import graph_leaves
 from megabatch.planners.beyond_limits import Shapes
 from megabatch.planners.built_in import BuiltIn, Rows, Tokens
 from megabatch.torch_private.operations import pytree

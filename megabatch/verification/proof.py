@@ -19,13 +19,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.model_facts import with_config
-from megabatch.batching.samples import IGNORED_LABEL, Batch, Microbatch
-from megabatch.batching.tree import clone
-from megabatch.engine import random_state
-from megabatch.engine.coupled_loss import Encoded, JointLoss, describe_fault
+from megabatch.core import random_state
+from megabatch.core.contract import REFUSES_MEANS, LossFunction, Term, terms_of
+from megabatch.core.samples import IGNORED_LABEL, Batch, Microbatch
+from megabatch.core.tree import clone
+from megabatch.core.wrapper import foreign_hooks, local
 from megabatch.errors import LossContractError, PlanError, in_one_line
-from megabatch.losses.contract import REFUSES_MEANS, LossFunction, Term, terms_of
+from megabatch.inspection.model_facts import with_config
+from megabatch.losses.coupled_loss import Encoded, JointLoss, describe_fault
 from megabatch.planners.beyond_limits import SameBits, Shapes
 from megabatch.planners.built_in import MOVED, BuiltIn, Rows, Tokens, choose_planner, refuse_moved
 from megabatch.planning.planner import Planner
@@ -44,7 +45,6 @@ from megabatch.verification.gradient_comparison import (
     relative_errors,
 )
 from megabatch.verification.mixing import explain_padding, find_mixing_module, find_router_terms
-from megabatch.wrappers.base import foreign_hooks, local
 from megabatch.wrappers.detect import Models
 
 # Losses whose mean a transformers model computes itself, and the condition on the model.

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.model_facts import with_config
+from megabatch.core.mesh import is_expert
 from megabatch.errors import PlanError
+from megabatch.inspection.model_facts import with_config
 from megabatch.torch_private.autograd import hooks_after_grad
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
 from megabatch.torch_private.module_members import forward_pre_hooks, is_given_to_replicate
-from megabatch.wrappers.mesh import is_expert
 
 # Packages that put hooks of their own on a model, which reduce or divide its gradients.
 REDUCING = {

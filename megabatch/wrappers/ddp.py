@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.core.gradients import WideGradients
+from megabatch.core.mesh import DataRanks
+from megabatch.core.wrapper import Choice, Wrapper, stranding
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private.ddp_reducer import (
     broadcast_buffers,
@@ -28,9 +31,6 @@ from megabatch.torch_private.ddp_reducer import (
 )
 from megabatch.torch_private.operations import is_fake
 from megabatch.torch_private.process_groups import num_begun
-from megabatch.wrappers.base import Choice, Wrapper, stranding
-from megabatch.wrappers.gradients import WideGradients
-from megabatch.wrappers.mesh import DataRanks
 from megabatch.wrappers.rank_sums import zeros_of
 
 # torch's own hooks that average over the ranks as DDP does. The float16 hook is left out: a loss that is divided by its

@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.core.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, is_expert
+from megabatch.core.wrapper import Choice, SelfWrapped, Wrapper, trainable
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
 from megabatch.torch_private.module_members import original_of
 from megabatch.torch_private.process_groups import root_mesh
-from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper, trainable
 from megabatch.wrappers.checks import check_dtensors, check_tied, refuse_foreign, refuse_torchscript, refuse_unknown
-from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, is_expert
 
 POLICIES = ("auto", "last", "every", "gather_once", "replica_last")
 Models = nn.Module | Sequence[nn.Module]

@@ -20,18 +20,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.model_facts import with_config
+from megabatch.core.gradients import WideGradients
+from megabatch.core.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
+from megabatch.core.wrapper import END, Choice, Wrapper, local, stranding
 from megabatch.errors import PlanError
+from megabatch.inspection.model_facts import with_config
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1
 from megabatch.torch_private.module_members import has_compiled
 from megabatch.torch_private.operations import TorchDispatchMode, pytree
 from megabatch.torch_private.process_groups import group_named, is_boxed_group, root_mesh
-from megabatch.wrappers.base import END, Choice, Wrapper, local, stranding
 from megabatch.wrappers.checks import find_dispatches, refuse_unknown
 from megabatch.wrappers.exact_gradients import ExactGradients
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
-from megabatch.wrappers.gradients import WideGradients
-from megabatch.wrappers.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
 from megabatch.wrappers.rank_agreement import checksum
 from megabatch.wrappers.rank_sums import agree_on_layouts, sum_over_ranks
 

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from megabatch.core.gradients import WideGradients, refuse_float16
+from megabatch.core.mesh import DataRanks
+from megabatch.core.wrapper import END, Choice, Wrapper
 from megabatch.errors import PlanError
 from megabatch.torch_private.fsdp1_handles import (
     drop_flat_gradient,
@@ -21,9 +24,6 @@ from megabatch.torch_private.fsdp1_handles import (
     reshard_flat,
     summing_flat,
 )
-from megabatch.wrappers.base import END, Choice, Wrapper
-from megabatch.wrappers.gradients import WideGradients, refuse_float16
-from megabatch.wrappers.mesh import DataRanks
 
 
 class FSDP1Wrapper(Wrapper):

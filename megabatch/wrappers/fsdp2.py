@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megabatch.core.gradients import WideGradients, refuse_float16
+from megabatch.core.mesh import DataRanks
+from megabatch.core.wrapper import CHANGED, END, Choice, Wrapper, stranding
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private.fsdp2_groups import (
     adopt_parameters,
@@ -33,9 +36,6 @@ from megabatch.torch_private.fsdp2_groups import (
     unsharded_parameters,
 )
 from megabatch.torch_private.versions import check_feature
-from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper, stranding
-from megabatch.wrappers.gradients import WideGradients, refuse_float16
-from megabatch.wrappers.mesh import DataRanks
 
 UNREDUCED = (
     "FSDP2 left gradients unreduced, since the loss did not go through the module that fully_shard was given last; "

@@ -5,10 +5,10 @@ from collections.abc import Generator, Sequence
 
 from torch import nn
 
+from megabatch.core.gradients import WideGradients
+from megabatch.core.wrapper import CHANGED, Choice, CollectiveOrder, Wrapper, trainable
 from megabatch.errors import PlanError
-from megabatch.wrappers.base import CHANGED, Choice, CollectiveOrder, Wrapper, trainable
 from megabatch.wrappers.ddp import DDPWrapper, noting_launches
-from megabatch.wrappers.gradients import WideGradients
 
 
 class MultiModelWrapper(Wrapper):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from megabatch.core.wrapper import Wrapper, local
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
 from megabatch.torch_private.operations import is_traceable_wrapper_subclass
-from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.checks import TRANSPARENT
 
 Facts = list[tuple[str, str]]  # what a fact is about, and what it says, as shown in an error

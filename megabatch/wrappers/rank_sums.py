@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megabatch.core.gradients import WideGradients
+from megabatch.core.mesh import DataRanks
+from megabatch.core.wrapper import local
 from megabatch.torch_private.classes import is_dtensor, is_partial
-from megabatch.wrappers.base import local
-from megabatch.wrappers.gradients import WideGradients
-from megabatch.wrappers.mesh import DataRanks
 
 BUCKET_BYTES = 25 * 2**20  # of gradients that are summed together, as in DDP
 BUCKETS_IN_FLIGHT = 3

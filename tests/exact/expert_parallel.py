@@ -27,9 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megabatch import GradientAccumulator, JointLoss, Term, loss, losses, verify
+from megabatch.core.mesh import is_expert
 from megabatch.torch_private.dtensors import clear_mesh_caches
 from megabatch.verification.float64_copy import Float64WithoutDropout
-from megabatch.wrappers.mesh import is_expert
 from tests.comm.counting import Collectives
 from tests.exact import experts, families, oracle
 from tests.exact.sparse import EXPERTS, TOP_K, WIDTH, Block, SparseLM, sparse_lm

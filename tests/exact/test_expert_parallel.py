@@ -144,7 +144,7 @@ PLANTED = {  # bugs, and a job that sees each
     Mutation("weigh the samples of FSDP2's copies alone", EXPERTS,
              "return DataRanks(groups_of_info(info))", "return DataRanks(groups_of_info("
              "next(each for each in groups if each not in dense).mesh_info))"): SHARDED,
-    Mutation("differentiate a dummy microbatch", "engine/update.py",
+    Mutation("differentiate a dummy microbatch", "core/update.py",
              "        if step.is_dummy:\n            factors", "        if False:\n            factors"): COPIES,
 }  # fmt: skip
 

@@ -16,29 +16,29 @@ TOLERANCES = {job.name: job.tolerance for job in JOBS} | dict.fromkeys([*DROPPED
 TIMEOUT_SECONDS = 4.0  # ranks that disagree wait for each other
 AGAIN = "leaves = pytree.tree_leaves(call.joint.encode(call.model, step.microbatch))\n"
 BUGS = (
-    Mutation("count the loss on every rank", "engine/coupled_loss.py", "is_dummy=not counts", "is_dummy=False"),
+    Mutation("count the loss on every rank", "losses/coupled_loss.py", "is_dummy=not counts", "is_dummy=False"),
     Mutation(
         "drop other features the second time",
-        "engine/coupled_loss.py",
+        "losses/coupled_loss.py",
         f"            with random_state.replay(encoded.random):\n                {AGAIN}"
         "            if not step.is_dummy:\n",
         f"            {AGAIN}            if False:\n",
     ),
     Mutation(
         "see the samples of this rank alone",
-        "engine/coupled_loss.py",
+        "losses/coupled_loss.py",
         "gathered = ranks.gather_on_device(padded)",
         "gathered = torch.stack([padded] * len(sizes))",
     ),
-    Mutation("keep the order of the plan", "engine/coupled_loss.py", "in_order(own, places)", "own"),
+    Mutation("keep the order of the plan", "losses/coupled_loss.py", "in_order(own, places)", "own"),
     Mutation(
         "keep the order of the batch on the way back",
-        "engine/coupled_loss.py",
+        "losses/coupled_loss.py",
         "in_order(gradient[local_rows], encoded_rows)",
         "gradient[local_rows].clone()",
     ),
-    Mutation("take the gradients of another rank", "engine/coupled_loss.py", "slice(start, start + ", "slice(0, "),
-    Mutation("differentiate a dummy microbatch", "engine/coupled_loss.py", "torch.zeros_like", "torch.ones_like"),
+    Mutation("take the gradients of another rank", "losses/coupled_loss.py", "slice(start, start + ", "slice(0, "),
+    Mutation("differentiate a dummy microbatch", "losses/coupled_loss.py", "torch.zeros_like", "torch.ones_like"),
 )
 
 

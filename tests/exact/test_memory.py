@@ -53,7 +53,7 @@ def test_the_gradient_is_exact(results, job: str) -> None:
 
 
 LATER, FIRST = ("bits:weigh:half-too:backward:{}:{}:all:plain:1:auto".format(*where) for where in ((1, 1), (0, 0)))
-RETRY = "engine/guards/oom_retry.py"
+RETRY = "guards/oom_retry.py"
 PLANTED = {  # bugs, and a job that sees each
     Mutation("differentiate again for all", RETRY, "received = _received(before)\n        return",
              "received: set[int] = set()\n        return"): LATER,
@@ -63,9 +63,9 @@ PLANTED = {  # bugs, and a job that sees each
              "self._wrapper.parameters if wanted is None else wanted", "self._wrapper.parameters"): LATER,
     Mutation("run one part", RETRY,
              "in split_in_halves(rows):\n            sums", "in split_in_halves(rows)[:1]:\n            sums"): FIRST,
-    Mutation("count sums twice", "engine/update.py",
+    Mutation("count sums twice", "core/update.py",
              "self._sums, self._differ, self._counted = before\n", "pass\n"): FIRST,
-    Mutation("learn nothing", "engine/call.py",
+    Mutation("learn nothing", "core/call.py",
              "replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))",
              "self"): FIRST,
 }  # fmt: skip

@@ -5,8 +5,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from megabatch import PlanError
-from megabatch.batching.mixing_causes import find_mixing_causes
 from megabatch.batching.padding import Padding
+from megabatch.inspection.mixing_causes import find_mixing_causes
 from tests.exact import padded
 from tests.tiers import full_unless
 

@@ -168,7 +168,7 @@ OWN = (
              '"""Do nothing: all shapes are known. torch would drop the gradients of earlier calls here."""',
              "[setattr(each, 'grad', None) for each in self.submod.parameters()]"),
     Mutation("reshard before the gradients of weights", "pipeline/stages.py", "_keep_unsharded(stage.submod)", "pass"),
-    Mutation("leave what was filled up", "batching/pad_to_shape.py",
+    Mutation("leave what was filled up", "pipeline/pad_to_shape.py",
              "[leaf[tuple(map(slice, each.shape))] for", "[leaf for"),
     Mutation("forget the norm of other stages", "pipeline/stages.py",
              "self.norm_groups = list(self.stage_ranks.pipeline_groups)", "self.norm_groups = []"),

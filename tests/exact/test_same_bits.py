@@ -53,7 +53,7 @@ def test_the_same_bits(found, first: str, job: str) -> None:
 
 
 MUTATIONS = (  # with the job that then differs from the first
-    (Mutation("round before the sum", "wrappers/gradients.py",
+    (Mutation("round before the sum", "core/gradients.py",
               "if parameter.grad is not None and parameter.grad.dtype != self.dtype:", "if False:"),
      ("gpt2:float32:plain:tokens:last:6:1:", "gpt2:float32:plain:tokens:last:6:3:")),
     (Mutation("let FSDP2 round what it has reduced", "torch_private/fsdp2_groups.py",
@@ -70,7 +70,7 @@ MUTATIONS = (  # with the job that then differs from the first
     (Mutation("cut by rank", "planning/sampler.py", "        if self._same_bits:\n            return self._ranks_of_m",
               "        if False:\n            return self._ranks_of_m"),
      ("gpt2:float32:plain:tokens:last:6:1:", "gpt2:float32:plain:tokens:last:6:3:")),
-    (Mutation("add weights in the order of ranks", "engine/update.py",
+    (Mutation("add weights in the order of ranks", "core/update.py",
               "totals, weights = self.sums_over_ranks(names, totals, weights)", "pass"),
      ("late:float32:plain:tokens:last:6:1:", "late:float32:plain:tokens:last:6:3:")),
     (Mutation("leave an unused parameter None", "wrappers/exact_gradients.py",

@@ -63,7 +63,7 @@ def test_no_rank_waits_for_one_whose_update_was_lost(lost, job: str) -> None:
         assert ended == ["ValueError" if rank == culprit else "MegabatchError", "done"]
 
 
-LOOP = "engine/user_loop.py"
+LOOP = "loops/user_loop.py"
 PLANTED = {  # bugs, and a form and a wrapper whose cells then fail
     Mutation("forget the ranks by which DDP divides", LOOP,
              "self.divide_by(self.wrapper.loss_factor)", "self.divide_by(1.0)"): "own-sum:ddp:every",

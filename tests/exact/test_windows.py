@@ -29,9 +29,9 @@ AVERAGE = ADD.replace("sums.add(", "terms = ").replace(", step)", "") + (
 )
 RANDOM = "stack.enter_context(random_state.replay(random_state.note(wrapper.device)))"
 PLANTED = {  # bugs, and the jobs that see each
-    Mutation("tell each rank its own weight", "engine/agreement.py",
+    Mutation("tell each rank its own weight", "core/agreement.py",
              "in rows[: ranks.degree]), strict=True)", "in rows[:1]), strict=True)"): told("plain"),
-    Mutation("divide each call by its own weight", "engine/divisors.py",
+    Mutation("divide each call by its own weight", "core/divisors.py",
              '"""Keep the divisors that were told."""', "self.by_term = _divisors_of(weights)"): told("plain", "terms"),
     Mutation("keep the factor of a mean", "wrappers/ddp.py",
              " or self.is_held else float", " else float"): told("ddp"),
@@ -47,13 +47,13 @@ PLANTED = {  # bugs, and the jobs that see each
              "broadcast_buffers(self.ddp)", "pass"): (REDUCED, "buffers/open"),
     Mutation("leave gathered what the last microbatch has not used", "wrappers/fsdp2.py",
              "                self.reshard()\n", "                pass\n"): (REDUCED, "once/gather_once/forward"),
-    Mutation("step what was left out", "engine/update.py",
+    Mutation("step what was left out", "core/update.py",
              "if bool(_differs(returned, announced)):", "if False:"): (ROW, "a_sum_that_is_another-half:2"),
-    Mutation("average averages", "engine/forwards.py", ADD, AVERAGE): (ROW, "evaluated_by_counts_that_differ-plain:2"),
-    Mutation("return outputs in the order of the cut", "batching/sample_outputs.py",
+    Mutation("average averages", "loops/forwards.py", ADD, AVERAGE): (ROW, "evaluated_by_counts_that_differ-plain:2"),
+    Mutation("return outputs in the order of the cut", "loops/sample_outputs.py",
              "outputs_of_samples[row] = ", "outputs_of_samples[outputs_of_samples.index(None)] = "):
         (ROW, "outputs_of_samples:1"),
-    Mutation("leave parameters gathered", "engine/forwards.py",
+    Mutation("leave parameters gathered", "loops/forwards.py",
              "there was none.\n        wrapper.reshard()\n", "there was none.\n        pass\n"):
         (ROW, "forwards_in_an_open_update-fsdp2:2"),
     Mutation("let branches see each other", "batching/shared_prefix.py",
@@ -70,16 +70,16 @@ PLANTED = {  # bugs, and the jobs that see each
         (ROW, "prompts_with_targets-gpt2:1"),
     Mutation("trees beyond the window", "batching/shared_prefix.py",
              "min(max_tokens, self.longest_tree or max_tokens)", "max_tokens"): (ROW, "a_window_that_bounds_trees:1"),
-    Mutation("try no rows beside the tree", "engine/guards/packing_check.py",
+    Mutation("try no rows beside the tree", "batching/packing_check.py",
              "is_seen or not equal_but_rounding(apart, together)", "is_seen"):
         (ROW, "models_whose_branches_may_see_each_other-window:1"),
     Mutation("share with dropout", "batching/shared_prefix.py",
              "        _refuse_dropout(model)\n", ""):
         (ROW, "models_whose_branches_may_see_each_other-dropout:1"),
-    Mutation("take the plan of other tokens", "engine/call.py",
+    Mutation("take the plan of other tokens", "core/call.py",
              "self.batching.check_plan(samples, plan)", "pass"):
         (ROW, "a_plan_of_samples_that_begin_otherwise:1"),
-    Mutation("draw numbers for good", "engine/forwards.py", RANDOM, "pass"):
+    Mutation("draw numbers for good", "loops/forwards.py", RANDOM, "pass"):
         (ROW, "forwards_in_an_open_update-plain:2"),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import GradientAccumulator, MegabatchError, Update
-from megabatch.engine.error_broadcast import TOLD
+from megabatch.guards.error_broadcast import TOLD
 from megabatch.torch_private.process_groups import default_store
 from tests.comm import jobs
 from tests.comm.counting import Collectives

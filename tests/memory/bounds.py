@@ -16,10 +16,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import megabatch
 from megabatch import GradientAccumulator, losses
 from megabatch.autotune.memory import measure_budget, measure_memory
+from megabatch.core.mesh import DataRanks
 from megabatch.planners import Auto
 from megabatch.planning import limits
 from megabatch.planning.limits import TunedLimit
-from megabatch.wrappers.mesh import DataRanks
 from tests.exact.wrappers import wrap
 
 MIB = 2**20

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, Plan, losses, plan
-from megabatch.losses.contract import loss, loss_hooks
+from megabatch.core.contract import loss, loss_hooks
+from megabatch.core.wrapper import local
 from megabatch.train.context import Callbacks, RunContext
 from megabatch.train.loop import make_update
 from megabatch.train.records.timing import RECORDED, Recording, Timeline, name_reductions, total_of
 from megabatch.train.records.update_logs import MOST_MICROBATCHES, MOST_RANKS, MicrobatchLog, cut_of, row_of
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.wrappers.base import local
 from tests.train.conftest import Bench
 from tests.train.contexts import ALONE, config_of, context_of
 from tests.train.on_ranks import on_ranks

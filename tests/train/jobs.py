@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import Learner, losses
-from megabatch.losses.contract import LossFunction
+from megabatch.core.contract import LossFunction
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.callbacks.evaluation import build_terms, evaluate_set
 from megabatch.train.config import Config, EvalConfig, ModelConfig, OptimConfig, RunConfig, UpdateConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, loss
-from megabatch.losses.contract import LossFunction
+from megabatch.core.contract import LossFunction
 from megabatch.train.callbacks.noise_scale import (
     NOISE,
     SCALE,

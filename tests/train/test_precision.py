@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megabatch import GradientAccumulator, loss, losses, verify
-from megabatch.losses.contract import weigh_of
+from megabatch.core.contract import weigh_of
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.parallel.wrap import accumulation_of, precision_text
 from megabatch.train.runtime.ranks import Ranks

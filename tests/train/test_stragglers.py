@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, losses
-from megabatch.losses.contract import loss_hooks
+from megabatch.core.contract import loss_hooks
 from megabatch.train.context import Callbacks
 from megabatch.train.loop import make_update
 from megabatch.train.records.timing import SLOW_IN, WINDOW, RankTiming, SlowRanks, Spans, slow_text

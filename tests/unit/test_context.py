@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from megabatch import PlanError, losses
 from megabatch.batching import context_parallel
 from megabatch.batching.context_parallel import GatheredAttention, Stretch, piece_mask, stretch
-from megabatch.planners.stretch_planner import check_weights_of_stretches
+from megabatch.batching.stretch_planner import check_weights_of_stretches
 from tests.unit.failures.table import check_error
 
 IDS = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megabatch import Term, loss
-from megabatch.losses.contract import counted_weights, terms_of, weigh_of
+from megabatch.core.contract import counted_weights, terms_of, weigh_of
 
 TOTAL = torch.tensor(6.0, requires_grad=True) * 1
 METRIC = torch.tensor(5.0)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, PlanError, loss
-from megabatch.wrappers import gradients
+from megabatch.core import gradients
 from tests.exact.launch import of_ranks
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megabatch.wrappers import gradients
+from megabatch.core import gradients
 
 SHAPES = [(3, 4), (7,), (), (2, 3, 5)]
 

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError
 from megabatch.batching.deferred import Deferred
-from megabatch.engine import random_state
-from megabatch.engine.coupled_loss import keep_encoding
+from megabatch.core import random_state
+from megabatch.losses.coupled_loss import keep_encoding
 from tests.exact import oracle
 
 WIDTH, SIZE = 4, 7

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megabatch import losses
-from megabatch.losses.contract import weigh_of
+from megabatch.core.contract import weigh_of
 
 B, T, C = 3, 5, 7
 LOGITS = torch.randn(B, T, C, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from megabatch.autotune import memory
 from megabatch.autotune.memory import device_text, estimate_state_bytes, measure_budget
-from megabatch.wrappers.mesh import DataRanks
+from megabatch.core.mesh import DataRanks
 
 KEPT: list[tuple[Callable[..., optim.Optimizer], dict[str, Any]]] = [
     (optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.AdamW, {}), (optim.AdamW, {"amsgrad": True}),

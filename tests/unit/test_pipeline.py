@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megabatch import GradientAccumulator, PlanError
-from megabatch.batching.pad_to_shape import Inputs, crop_output, in_one_shape
+from megabatch.pipeline.pad_to_shape import Inputs, crop_output, in_one_shape
 from megabatch.pipeline.run import Pipeline
 from megabatch.pipeline.stages import KEPT_SCHEDULES, SCHEDULES
 from tests.unit.failures.wrappers import mesh

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, JointLoss, Learner, MegabatchError, losses
-from megabatch.engine.error_broadcast import ErrorBroadcast
-from megabatch.wrappers.mesh import DataRanks, num_collectives
+from megabatch.core.mesh import DataRanks, num_collectives
+from megabatch.guards.error_broadcast import ErrorBroadcast
 from tests.exact.launch import of_ranks
 from tests.tiers import full_unless
 

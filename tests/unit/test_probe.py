@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.batching.deferred import Deferred
+from megabatch.core.contract import loss_hooks
 from megabatch.errors import MicrobatchLimit
-from megabatch.losses.contract import loss_hooks
 from megabatch.planning import limits
 from megabatch.planning.limits import TunedLimit
 from megabatch.train.runtime.plugins import in_place_of

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, loss
+from megabatch.core.gradients import total_norm
 from megabatch.planners import SameBits, Tokens
 from megabatch.planners.same_bits import parts_of
 from megabatch.planning.balancing import fill
 from megabatch.wrappers.exact_gradients import exact_norm
-from megabatch.wrappers.gradients import total_norm
 from tests.exact.launch import of_ranks
 from tests.exact.same_bits import samples_of
 

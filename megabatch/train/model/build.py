@@ -23,8 +23,7 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch import JointLoss
-from megabatch.batching import context_parallel
-from megabatch.engine import check_packing_isolation, equal_but_rounding
+from megabatch.batching import check_packing_isolation, context_parallel, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.contradictions import check_config, given

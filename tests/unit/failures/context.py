@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megabatch import LossContractError
 from megabatch.batching.context_parallel import GatheredAttention, stretch
-from megabatch.planners.stretch_planner import check_weights_of_stretches
+from megabatch.batching.stretch_planner import check_weights_of_stretches
 from tests.unit.failures.table import Failure
 
 IDS = torch.zeros(1, 4, dtype=torch.long)

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, losses, verify
-from megabatch.wrappers.base import MAX_COMPARED_CALLS
-from megabatch.wrappers.mesh import num_collectives
+from megabatch.core.mesh import num_collectives
+from megabatch.core.wrapper import MAX_COMPARED_CALLS
 from tests.unit.failures import auto, expert_parallel, padded, stretches, user_loop
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
 from tests.unit.failures.wrappers import fsdp1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError
-from megabatch.engine.error_broadcast import SECONDS_TO_LOOK
+from megabatch.guards.error_broadcast import SECONDS_TO_LOOK
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, here, squares, told, weighed_squares
 
 Work = Callable[[GradientAccumulator, Any], object]

@@ -1,0 +1,380 @@
+"""One call: split, collate and weigh this rank's samples, agree with the other ranks, and yield the microbatches.
+
+Errors in a batch are found here, before the first forward, and are raised on all ranks at once.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import ClassVar, cast
+
+from torch import Tensor
+
+from megabatch.core.by_loss import ByLoss
+from megabatch.core.contract import LossHooks, Prepare, Weigh, counted_weights, is_own
+from megabatch.core.mesh import DataRanks
+from megabatch.core.samples import STOPPED, Batch, Batching, Length, Microbatch, Samples
+from megabatch.core.tree import to_device
+from megabatch.core.wrapper import Wrapper, policies_of_call
+from megabatch.errors import LossContractError, MicrobatchLimit, PlanError
+from megabatch.planning.limits import TunedLimit
+from megabatch.planning.plan import (
+    CostModel,
+    Plan,
+    check_lengths,
+    pad_with_dummies,
+    priced,
+)
+
+MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """This rank's samples of one call, the plan of their microbatches, and the microbatches' weights."""
+
+    samples: Samples
+    plan: Plan
+    collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
+    weights: tuple[dict[str, float], ...]  # of each microbatch, by term
+    weight_sums: dict[str, float] = field(
+        default_factory=dict[str, float]
+    )  # over this rank's microbatches, by term; empty without a weighed microbatch
+    parts: dict[int, list[tuple[int, ...]]] = field(
+        default_factory=dict[int, list[tuple[int, ...]]]
+    )  # by index of a microbatch that ran out of memory: the samples of each part that ran instead
+    is_given: bool = False  # the user gave the plan
+
+    def microbatches(self) -> Generator[Microbatch]:
+        """Iterate over the microbatches of the plan, on the CPU."""
+        return (each for each in self.collated) if self.collated else self.samples.in_turn(self.plan.microbatches)
+
+    def dummy(self) -> Microbatch:
+        """Return a new copy of the last microbatch: a compiled model knows its shape, and a loss may write to it.
+
+        For a deferred batch, repeat the last sample instead, since the others would have to be loaded again.
+        """
+        return self.samples.take(self.rows(len(self.plan.microbatches)))
+
+    def rows(self, index: int) -> tuple[int, ...]:
+        """Return the samples of microbatch ``index``. After the end of the plan, return those of a dummy microbatch."""
+        cut = self.plan.microbatches
+        if index < len(cut) or not cut:
+            return cut[index] if cut else ()
+        if self.plan.shapes:
+            return (len(self.samples) - 1,)  # which has the cheapest shape that is long enough
+        return self.samples.dummy_rows(self.plan)
+
+    def take_part(
+        self, rows: tuple[int, ...], weigh: Weigh | None
+    ) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
+        """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
+        microbatch = self.samples.take(rows)
+        weighed = {} if weigh is None else weights_of(weigh, microbatch)
+        given_weight = None if weigh is None else self.samples.given_weight(rows)
+        announced = weighed if given_weight is None else counted_weights(given_weight)
+        return microbatch, announced, weighed
+
+
+@dataclass(frozen=True)
+class MicrobatchPlanner:
+    """Settings by which a rank splits its samples into microbatches: the user's arguments and the sync policy."""
+
+    micro_batch_size: int | None
+    max_microbatch_tokens: int | None
+    batching: Batching
+    length: Length | None
+    choice: tuple[str, str]  # the sync policy, and why it is this one
+    ranks: DataRanks
+    cost: CostModel | None  # the user's cost model
+    fit: TunedLimit | None = None  # the measured limit, if the user gave none
+    learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
+    compared: ByLoss[bool] = field(default_factory=ByLoss[bool], compare=False)  # weigh that counted no padding
+    fills_up: ClassVar[bool] = True  # microbatches may be cut smaller than `plan` cut them
+    cuts_samples: ClassVar[bool] = False  # microbatches may hold parts of samples
+
+    @property
+    def is_auto(self) -> bool:
+        """True if the limit is to be measured."""
+        return self.micro_batch_size is None and self.max_microbatch_tokens is None
+
+    @cached_property
+    def known_cost(self) -> CostModel | None:
+        """The cost by which samples are split: given or measured. None: relative defaults."""
+        return self.cost or (self.fit and self.fit.cost)
+
+    @cached_property
+    def stated_limits(self) -> tuple[int | None, int | None]:
+        """Samples and tokens of a microbatch as they were given or measured; both None before the measurement."""
+        if self.fit is not None:
+            return None, self.fit.max_microbatch_tokens
+        return self.micro_batch_size, self.max_microbatch_tokens
+
+    @cached_property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Samples and tokens of a microbatch, no more than have fit in memory."""
+        rows, tokens = self.stated_limits
+        if self.learned is not None:
+            rows = None if rows is None else min(rows, self.learned.samples)
+            tokens = None if tokens is None else max(1, min(tokens, self.learned.tokens))
+        return rows, tokens
+
+    @property
+    def has_rows(self) -> bool:
+        """True if each sample is a whole row of its microbatch."""
+        return self.batching.has_rows
+
+    def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
+        """Return the batch as samples, which `Samples.take` turns into the microbatches that the loss is given."""
+        return self.batching.samples(batch, self.length, prepare)
+
+    def plan(self, samples: Samples) -> Plan:
+        """Return the plan by which samples are split into microbatches."""
+        rows, tokens = self.limits
+        if rows is None and tokens is None:
+            if len(samples):
+                raise PlanError(
+                    'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the limit, '
+                    "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
+                )
+            rows = 1  # without samples any limit does
+        check_lengths(samples.lengths, self.stated_limits[1])
+        # A sample that is longer than what has fit in memory goes alone.
+        lengths = samples.lengths if tokens is None else [min(length, tokens) for length in samples.lengths]
+        cost = self.known_cost
+        plan = self.batching.plan(samples, lengths, (rows, tokens), cost)
+        sync, reason = self.choice
+        plan = replace(plan, lengths=tuple(samples.lengths), sync=sync, reason=reason)
+        return plan if cost is None else priced(plan, cost)
+
+    def of_call(self, batch: Batch) -> "MicrobatchPlanner":
+        """Return the planner of one call. Collective where the plan depends on the samples of other ranks."""
+        return self
+
+    def of_forwards(self, verb: str, fn: object) -> "MicrobatchPlanner":
+        """Return the planner of a call without a backward, of the method ``verb`` with a loss or function."""
+        return self
+
+    def check_goes_with(self, what: str) -> None:
+        """Raise `PlanError` for something that this planner does not go with."""
+
+    def check_told(self, weights: dict[str, float]) -> None:
+        """Raise `PlanError` for weights of an update, told to `open`, that this planner does not go with."""
+
+    def dummy(self, samples: Samples) -> Microbatch:
+        """Return the last sample of an earlier call as a microbatch, for a rank without samples."""
+        return samples.dummy()
+
+    def check_call(self, wrapper: Wrapper, plan: Plan, loss_fn: object) -> None:
+        """Raise `PlanError` on all ranks for a call that this planner is not for. May be collective."""
+
+    def surround_steps(
+        self,
+        steps: "Generator[MicrobatchStep]",
+        prepared: PreparedBatch,
+        loss_fn: Callable[..., object],
+        wrapper: Wrapper,
+    ) -> "Generator[MicrobatchStep]":
+        """Return the steps of a call, with what runs before and after each."""
+        return steps
+
+    def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
+        """Return a planner whose microbatches also respect ``bound``."""
+        if bound is None:
+            return self
+        return replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))
+
+    def fitted(self, plan: Plan, samples: Samples) -> Plan:
+        """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
+        if not isinstance(cast(object, plan), Plan):
+            raise PlanError(f"plan is a {type(plan).__name__}; give what plan() returned, or last_plan")
+        if plan.lengths != tuple(samples.lengths):
+            pairs = zip(plan.lengths, samples.lengths, strict=False)
+            other = next((f"sample {row}: {a} and {b} tokens" for row, (a, b) in enumerate(pairs) if a != b), "")
+            numbers = f"{len(plan.lengths)} and {len(samples)} samples"
+            raise PlanError(
+                f"plan is of another batch ({other or numbers}); give it with the samples that it was made for, in "
+                "their order"
+            )
+        cut = tuple(rows for rows in plan.microbatches if rows)
+        if sorted(row for rows in cut for row in rows) != list(range(len(samples))):
+            raise PlanError("plan has not every sample once; give what plan() returned, or last_plan")
+        self.batching.check_plan(samples, plan)
+        sync, reason = self.choice
+        return replace(plan, microbatches=cut, sync=sync, reason=reason, num_split=0, steps=())
+
+    def is_repeatable(self, hooks: LossHooks) -> bool:
+        """Return True if no function of the user's that may draw random numbers is called to prepare a batch."""
+        return self.batching.is_repeatable and (hooks.prepare is None or is_own(hooks.prepare))
+
+    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
+        """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
+        samples = self.samples(batch, hooks.prepare)
+        plan = self.plan(samples) if given is None else self.fitted(given, samples)
+        self.check(samples, plan, hooks)
+        prepared = collate_planned(samples, plan, self.weigh_own(hooks.weigh))
+        self.check_padding(samples, plan, hooks)
+        return prepared if given is None else replace(prepared, is_given=True)
+
+    def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
+        """Return the function that counts what this rank weighs of a microbatch of `samples`."""
+        return weigh
+
+    def check(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
+        """Raise `LossContractError` for a loss whose weight the samples do not have, before they are collated."""
+        self.batching.check(samples, plan, hooks)
+
+    def complete(
+        self, prepared: PreparedBatch, agreement: "CallAgreement", hooks: LossHooks, wrapper: Wrapper
+    ) -> tuple[PreparedBatch, "CallAgreement"]:
+        """Return the call as it runs: where other ranks have more microbatches, this rank's are cut smaller.
+
+        That costs less than a dummy microbatch. Dummies stand in for samples that a rank lacks, and run where
+        microbatches are not to be cut again. No message is sent.
+        """
+        planned = prepared.plan.microbatches
+        if not planned or len(planned) >= agreement.num_microbatches:
+            return prepared, agreement
+        from megabatch.core.fill_up import fill_up
+
+        return fill_up(self, prepared, agreement, hooks, wrapper)
+
+    def check_padding(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
+        """Raise `LossContractError` for a weight that counts padding. Compare each ``weigh`` once."""
+        weigh = hooks.weigh
+        if weigh is None or self.compared.get(weigh):
+            return
+        if hooks.prepare is not None and not is_own(hooks.prepare):  # it may draw random numbers
+            return
+        from megabatch.guards.padded_targets import check_weights
+
+        if check_weights(samples, plan, hooks):
+            self.compared.set(weigh, True)
+
+
+def weights_of(weigh: Weigh, microbatch: Microbatch) -> dict[str, float]:
+    """Return the weights that ``weigh`` counts in a microbatch, by term."""
+    return counted_weights(_call_weigh(weigh, microbatch))
+
+
+def _call_weigh(weigh: Weigh, microbatch: Microbatch) -> object:
+    try:
+        return weigh(microbatch)
+    except StopIteration as error:
+        raise LossContractError(f"weigh {STOPPED}") from error
+
+
+def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> PreparedBatch:
+    """Collate and weigh the planned microbatches on the CPU. Keep no microbatch of a deferred batch."""
+    if weigh is None:
+        return PreparedBatch(samples, plan, (), ())
+    try:
+        collated, counts = samples.weigh(plan.microbatches, partial(_call_weigh, weigh))
+        weights = tuple(map(counted_weights, counts))
+    except KeyError as error:
+        if len(kinds := samples.keys()) < 2:
+            raise
+        raise PlanError(
+            f"weigh asks for {error} and samples of one batch have the keys {list(kinds[0])} and {list(kinds[1])}; "
+            "give it to all"
+        ) from error
+    names = [sorted(weight) for weight in weights]
+    if any(each != names[0] for each in names):
+        raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
+    if names and len(names[0]) > MAX_WEIGHED_TERMS:
+        raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
+    weight_sums = {name: sum(weight[name] for weight in weights) for name in (names[0] if names else ())}
+    return PreparedBatch(samples, plan, collated, weights, weight_sums)
+
+
+@dataclass(frozen=True)
+class CallAgreement:
+    """The ranks' agreement on one call. Sums are over all ranks."""
+
+    num_microbatches: int  # the largest number that any rank has
+    num_samples: int
+    num_tokens: int
+    weights: dict[str, float]  # by weighed term; empty without weigh
+    dummy: Callable[[], Microbatch] | None  # makes a dummy microbatch, for a rank that has fewer than the others
+    compares_order: bool = False  # ranks compare each collective of the call before it begins
+
+
+@dataclass(frozen=True)
+class MicrobatchStep:
+    """One microbatch on its device, and its weights."""
+
+    microbatch: Microbatch
+    index: int
+    announced: dict[str, float]  # weights by term that ranks were told: counted by weigh, or given by a deferred batch
+    weighed: dict[str, float]  # weights that weigh counts; different from `announced` only if given weights are wrong
+    is_dummy: bool
+    differentiate: ClassVar[Callable[[Tensor], None]] = staticmethod(Tensor.backward)
+
+
+def agree_on_call(
+    wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None,
+    remembered: Callable[[], Microbatch | None],
+) -> CallAgreement:  # fmt: skip
+    """Agree with the other ranks on a call. This takes one message between hosts, and none for a single rank.
+
+    Args:
+        wrapper: The model's wrapper.
+        prepared: This rank's samples, or None if they could not be prepared.
+        failure: The error that prevented it. It is raised on all ranks, so that none is left waiting.
+        remembered: Returns a dummy microbatch from an earlier call with this loss, or None if there was none.
+    """
+    if not wrapper.ranks.is_alone:
+        from megabatch.core.agreement import agree_over_ranks
+
+        return agree_over_ranks(wrapper, prepared, failure, remembered)
+    if prepared is None:
+        raise cast(Exception, failure)
+    samples, num_microbatches = prepared.samples, len(prepared.plan.microbatches)
+    return CallAgreement(num_microbatches, samples.num_samples, samples.num_tokens, prepared.weight_sums, dummy=None)
+
+
+def iterate_steps(
+    prepared: PreparedBatch, agreement: CallAgreement, weigh: Weigh | None, wrapper: Wrapper, *, trains: bool = True
+) -> Generator[MicrobatchStep]:
+    """Yield the microbatches one after another. Each is on the device only for its own forward and backward.
+
+    If ``trains`` is False, no backward follows, and the wrapper prepares no reduction.
+    """
+    samples, num_real, on_cpu = prepared.samples, len(prepared.plan.microbatches), wrapper.device.type == "cpu"
+    count = partial(weights_of, weigh) if weigh is not None else None
+    policies = policies_of_call(prepared.plan.sync, agreement.num_microbatches)
+    with contextlib.closing(prepared.microbatches()) as real:  # the user's loading may be under way in it
+        for index in range(agreement.num_microbatches):
+            is_dummy = index >= num_real
+            if is_dummy:
+                assert agreement.dummy is not None  # some rank has more than this one
+                microbatch = agreement.dummy()
+            else:
+                microbatch = next(real)
+            if count is None:
+                announced = weighed = {}
+            elif is_dummy:
+                announced = weighed = count(microbatch)
+            else:
+                announced = prepared.weights[index]
+                weighed = samples.count_again(microbatch, announced, count)
+            is_last = index == agreement.num_microbatches - 1
+            with wrapper.microbatch(policies[index], last=is_last) if trains else contextlib.nullcontext():
+                wrapper.is_counting = not is_dummy
+                try:
+                    samples.expect(microbatch)
+                    moved = microbatch if on_cpu else to_device(microbatch, wrapper.device)
+                    moved = samples.owned(microbatch, moved)
+                    yield MicrobatchStep(moved, index, announced, weighed, is_dummy)
+                    del moved
+                finally:
+                    wrapper.is_counting = None
+            del microbatch  # before the next is made
+
+
+def with_dummies(plan: Plan, num_microbatches: int) -> Plan:
+    """Return the plan, filled up with dummy microbatches to ``num_microbatches``."""
+    if num_microbatches <= len(plan.microbatches):
+        return plan
+    return replace(plan, microbatches=pad_with_dummies(plan.microbatches, num_microbatches))

@@ -1,0 +1,184 @@
+"""Optional behaviour of calls and updates, as objects with events: the accumulator names none of them."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megabatch.core.call import CallAgreement, MicrobatchStep, PreparedBatch
+from megabatch.core.contract import LossHooks, Term
+from megabatch.core.samples import Batch
+from megabatch.core.update import OpenUpdate, Update
+from megabatch.core.wrapper import Wrapper
+from megabatch.errors import MegabatchError, PlanError
+from megabatch.planning.plan import Plan
+
+Steps = Generator[MicrobatchStep]
+END = -1  # in place of the index of a step
+TWICE = "surround_steps() of an extension left a microbatch out or yielded one twice; yield each once"
+TOO_FEW = "surround_steps() of an extension ended before the last microbatch; yield each once"
+
+
+class Call(NamedTuple):
+    """A call that is under way."""
+
+    model: Any  # what the loss gets
+    wrapper: Wrapper
+    loss_fn: Any
+    prepared: PreparedBatch
+    agreement: CallAgreement
+    plan: Plan  # with its dummy microbatches
+    opened: OpenUpdate
+    hooks: LossHooks
+    is_new: bool  # the loss was not tried in a call before
+    takes_divisor: bool  # the loss divides its total itself
+    compute_terms: Callable[..., dict[str, Term]]  # (call, step, receipt of gradients or None)
+
+    @property
+    def given(self) -> list[object]:
+        """Objects besides the model that a loss may use: the batch, as far as it is in memory."""
+        return [self.prepared.samples.held(), self.prepared.collated]
+
+
+class Extension:
+    """Measures, guards or changes the calls of an accumulator. Override the events that you need.
+
+    An event that no extension overrides costs nothing. Extensions run in the order in which you give them. Keep no
+    reference to the accumulator, which every event is given: it would stay in memory with its model.
+    """
+
+    is_attached = False
+    plans_anew = False  # its check may have the call planned anew
+
+    def attach(self, gradient: Any) -> None:
+        """Raise `PlanError` for an accumulator that this extension does not go with, on all ranks alike. Collective."""
+
+    def reserve_for(self, gradient: Any, optimizer: Any) -> None:
+        """Learn the optimizer of the updates, in ``reserve_for``. Raise `PlanError` for one that does not go."""
+
+    def tune(self, gradient: Any, batch: Batch, loss_fn: Any) -> None:
+        """Measure for later calls what needs samples and a loss, in ``tune``. Collective."""
+
+    def before_call(self, gradient: Any, batch: Batch, loss_fn: Any) -> None:
+        """Run before the batch of `forward_backward` is split. Collective."""
+
+    def check_call(self, gradient: Any, batch: Batch, prepared: PreparedBatch | None, loss_fn: Any) -> None:
+        """Raise an error for a call, which is then raised on all ranks. Not collective.
+
+        ``prepared`` is None if the batch could not be prepared, for which there is an error already.
+        """
+
+    def surround_steps(self, steps: Steps, call: Call) -> Steps:
+        """Yield each microbatch of a call once. Between two of them, the forward and backward of the first has run.
+
+        This is not called for a `JointLoss` and a pipeline, whose microbatches run together. A microbatch that is left
+        out, or yielded twice, is an error.
+
+        ``call.model`` is what the loss gets, and ``call.plan`` has the microbatches. ``p.grad`` has what was added so
+        far in this update, by earlier calls too. Under DDP it has the sum of all ranks behind a call's last microbatch.
+
+        A step that you keep, keeps its microbatch in memory.
+        """
+        return steps
+
+    def after_finalize(self, gradient: Any, update: Update) -> None:
+        """Run when an update is complete, and ``p.grad`` is its gradient. An error is raised on this rank alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, under names that no other extension uses.
+
+        It becomes part of ``gradient.state_dict()``, which you save: the state of a `Learner` does not have it.
+        """
+        return {}
+
+    def load_state_dict(self, gradient: Any, state: dict[str, Any]) -> None:
+        """Remove from a state what this extension has put in, ``state.pop(name)``: what all of them leave is refused.
+
+        The state of a run without this extension lacks the name.
+        """
+
+
+def _plans_anew(check: Any) -> bool:
+    """Return True for a method of an extension that plans the call anew."""
+    return check.__self__.plans_anew
+
+
+class Extensions:
+    """The extensions of an accumulator, by event.
+
+    Raises:
+        PlanError: Something that is no `Extension`, or one that has an accumulator.
+    """
+
+    def __init__(self, extensions: Sequence[Extension]) -> None:
+        if len(set(map(id, extensions))) < len(extensions):
+            raise PlanError("an extension is given twice; give it once")
+        for extension in extensions:
+            if not isinstance(extension, Extension):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise PlanError(f"extensions has a {type(extension).__name__}; give objects of megabatch.Extension")
+            if extension.is_attached:
+                raise PlanError(
+                    f"a {type(extension).__name__} in extensions belongs to another accumulator; give each its own"
+                )
+        self.all = tuple(extensions)
+        self.reserve_for = self._methods("reserve_for")
+        self.tune = self._methods("tune")
+        self.before_call = self._methods("before_call")
+        # A check that plans the call anew comes last, since the others do not run again.
+        self.check_call = sorted(self._methods("check_call"), key=_plans_anew)
+        # After a microbatch, the first runs first.
+        self.surround_steps = _watched(self._methods("surround_steps")[::-1])
+        self.after_finalize = self._methods("after_finalize")
+
+    def _methods(self, event: str) -> list[Callable[..., Any]]:
+        """Return the methods of the extensions that override an event."""
+        base = getattr(Extension, event)
+        return [getattr(extension, event) for extension in self.all if getattr(type(extension), event) is not base]
+
+    def attach(self, gradient: Any) -> None:
+        """Attach each to its accumulator."""
+        for extension in self.all:
+            extension.attach(gradient)
+        for extension in self.all:
+            extension.is_attached = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all, in one. Raises `PlanError` if two use one name."""
+        states = [extension.state_dict() for extension in self.all]
+        names = [name for state in states for name in state]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise PlanError(f"two extensions save a state as {twice!r}; give each a name of its own")
+        return {name: value for state in states for name, value in state.items()}
+
+    def load_state_dict(self, gradient: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Give each its part of a state. Return what is left."""
+        remaining = dict(state)
+        for extension in self.all:
+            extension.load_state_dict(gradient, remaining)
+        return remaining
+
+
+def _watched(surrounding: list[Callable[..., Steps]]) -> list[Callable[..., Steps]]:
+    """Return what surrounds the steps of a call, and between both ends a check that every step arrives once."""
+    if not surrounding:
+        return []
+    waiting: list[int] = []
+
+    def note(steps: Steps, call: Call) -> Steps:
+        waiting.clear()
+        for step in steps:
+            waiting.append(step.index)
+            yield step
+            del step
+        waiting.append(END)
+
+    def check(steps: Steps, call: Call) -> Steps:
+        for step in steps:
+            if waiting != [step.index]:
+                raise MegabatchError(TWICE)
+            waiting.clear()
+            yield step
+            del step
+        if waiting != [END]:
+            raise MegabatchError(TOO_FEW)
+
+    return [note, *surrounding, check]

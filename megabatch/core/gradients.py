@@ -1,0 +1,241 @@
+"""The gradients in ``p.grad``: dtype, drop, scale, norm and clip, for plain tensors and DTensors.
+
+float16 is refused.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megabatch.core.contract import accumulation_dtype
+from megabatch.errors import PlanError
+from megabatch.torch_private.autograd import multiply_all
+from megabatch.torch_private.classes import is_dtensor
+
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
+
+
+class WideGradients:
+    """Adds gradients in a wider dtype than the parameters', and rounds them for the optimizer at the end.
+
+    Between `begin` and `finish` every ``p.grad`` has that dtype. The first backward of a parameter creates a gradient
+    in the parameter's dtype, which is widened and freed. Later backwards add to the wide gradient in place. FSDP2
+    returns its reduced gradients in the wide dtype directly. Without a parameter to widen, nothing happens.
+
+    Args:
+        parameters: The trained parameters, plain or shards of FSDP2.
+        dtype: The dtype to add in. None uses each parameter's own.
+
+    Raises `PlanError` for a dtype that is coarser than a parameter's.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self._widened = [each for each in parameters if dtype is not None and each.dtype != dtype]
+        self._hooks: list[RemovableHandle] = []
+        refuse_float16([("accumulate_dtype", dtype)])
+        for parameter in self._widened:
+            _require_wider(dtype, parameter.dtype)
+
+    @property
+    def widens(self) -> bool:
+        """True if there is any gradient to widen."""
+        return bool(self._widened)
+
+    def begin(self) -> None:
+        """Start to widen, before the first microbatch of an update, when every old ``p.grad`` is None."""
+        self.discard()
+        method = weakref.WeakMethod(self._widen)
+
+        def widen(parameter: Tensor) -> None:
+            if (alive := method()) is not None:  # a deleted accumulator widens nothing
+                alive(parameter)
+
+        for parameter in self._widened:
+            # None accepts any dtype. This stays after the update; a dtype here would be wrong after model.float().
+            cast(Any, parameter).grad_dtype = None
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(widen))
+
+    def finish(self) -> None:
+        """Round every ``p.grad`` to the parameter's dtype, once, when the gradients are complete."""
+        self.discard()
+        for parameter in self._widened:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(parameter.dtype)
+
+    def discard(self) -> None:
+        """Remove the hooks, after an update that was finished or abandoned."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype of the parameter's gradient while an update is open."""
+        return parameter.dtype if self.dtype is None else self.dtype
+
+    def norm(
+        self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup],
+        uncounted: Sequence[nn.Parameter],
+    ) -> Tensor:  # fmt: skip
+        """Return the 2-norm of the gradients, see `total_norm`."""
+        return total_norm(parameters, groups, uncounted)
+
+    def _widen(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.dtype != self.dtype:
+            parameter.grad = parameter.grad.to(self.dtype)
+
+
+def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
+    """Raise `PlanError` for every float16 in the pairs ``(name for the error, dtype)``."""
+    for what, dtype in dtypes:
+        if dtype == torch.float16:
+            raise PlanError(f"{what} is torch.float16; {UNDERFLOW}")
+
+
+@contextlib.contextmanager
+def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
+    """Refuse forwards of ``models`` under an autocast to float16, while this context is open."""
+
+    def look(*_: object) -> None:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                refuse_float16([("what torch.autocast computes in", torch.get_autocast_dtype(device))])
+
+    # autocast is entered inside the loss, so only a forward can see it.
+    hooks = [model.register_forward_pre_hook(look) for model in models]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _require_wider(dtype: torch.dtype | None, own: torch.dtype) -> None:
+    if dtype is None or not dtype.is_floating_point or torch.finfo(dtype).eps > torch.finfo(own).eps:
+        raise PlanError(
+            f"accumulate_dtype is {dtype}, coarser than parameters in {own}; leave it out, or give a finer one"
+        )
+
+
+def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Set every ``p.grad`` to None."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Give every gradient its own memory, since an in-place change of shared memory would change both gradients.
+
+    Autograd gives two parameters one gradient tensor if a model uses their sum: ``x + (pos[None] + kind[None])``.
+    """
+    # Addresses, not storages: views of DDP's buckets share a storage and no element.
+    starts: set[int] = set()
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided:
+            continue
+        own = gradient.to_local() if type(gradient) is not Tensor and is_dtensor(gradient) else gradient
+        start = own.data_ptr()
+        if start in starts:
+            parameter.grad = gradient.clone()
+        elif start:
+            starts.add(start)
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply every gradient by ``factor``, in one pass."""
+    # foreach takes tensors of one device, dtype and mesh.
+    for group in _groups(parameters):
+        own = factor
+        if isinstance(factor, Tensor):  # foreach needs a scalar of matching precision: float64 only for float64
+            is_double = group[0].dtype in (torch.float64, torch.complex128)
+            own = factor.to(group[0].device, torch.float64 if is_double else torch.float32)
+        multiply_all(group, own)
+
+
+def total_norm(
+    parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup] = (),
+    uncounted: Sequence[nn.Parameter] = (),
+) -> Tensor:  # fmt: skip
+    """Return the 2-norm of the gradients of all parameters, over all shards, as a scalar on the device.
+
+    ``groups`` are process groups whose ranks hold further parts of the gradient that no DTensor describes, and also
+    the gradients of ``uncounted`` parameters.
+    """
+    left = set(map(id, uncounted))
+    counted = [parameter for parameter in parameters if id(parameter) not in left] if left else parameters
+    norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(counted)]
+    # Every rank of a group takes part in its all-reduce, with or without a gradient.
+    if not norms and not groups:
+        return torch.zeros((), device=parameters[0].device)
+    if not norms:
+        norms = [torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device)]
+    if len(norms) == 1 and not groups:
+        return norms[0]
+    dtype = accumulation_dtype(norms[0].device)  # the same on all ranks, whatever their parameters' dtypes
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device, dtype) for each in norms]))
+    for group in groups:
+        square = norm.square()
+        dist.all_reduce(square, group=group)
+        norm = square.sqrt()
+    return norm
+
+
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float | Tensor,
+    factor: float | Tensor | None = None,
+    groups: Sequence[dist.ProcessGroup] = (),
+    *,
+    norm_of: Callable[..., Tensor] | None = None,
+    uncounted: Sequence[nn.Parameter] = (),
+    scale: float | Tensor = 1.0,
+) -> Tensor:
+    """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass. Return the norm before the clip.
+
+    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` and ``uncounted`` as in `total_norm`.
+    ``norm_of`` computes the norm in place of `total_norm`. ``scale`` is a factor of the gradients, by a GradScaler,
+    which the norm has not.
+    """
+    limit, epsilon = max_norm * scale, CLIP_EPSILON * scale
+    # The factor is applied to the norm instead of the gradients, which saves a pass.
+    norm = (norm_of or total_norm)(parameters, groups, uncounted)
+    if factor is None:
+        coefficient = torch.clamp(limit / (norm + epsilon), max=1.0)
+    else:
+        norm = norm * factor
+        coefficient = torch.clamp(limit / (norm + epsilon), max=1.0) * factor
+    scale_gradients(parameters, coefficient)
+    return norm / scale
+
+
+def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+    """Group the gradients by mesh, device and dtype, so that one foreach call can take each group."""
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            mesh = gradient.device_mesh if type(gradient) is not Tensor and is_dtensor(gradient) else None
+            groups.setdefault((mesh, gradient.device, gradient.dtype), []).append(gradient)
+    return list(groups.values())
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Return the values of a sparse gradient, each element once. Return a dense gradient unchanged."""
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+
+
+def _full(norm: Tensor) -> Tensor:
+    if not is_dtensor(norm):
+        return norm
+    if norm.device.type != norm.device_mesh.device_type:  # CPU offload, and NCCL sends nothing from the CPU
+        moved: Any = type(norm).from_local(norm.to_local(), norm.device_mesh, norm.placements, run_check=False)
+        return moved.full_tensor()
+    return norm.full_tensor()

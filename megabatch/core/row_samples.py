@@ -1,0 +1,86 @@
+"""A batch that is a mapping of tensors, with samples in dim 0."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.core.odd_values import not_dense_error
+from megabatch.core.samples import STOPPED, Microbatch, Samples, missing_key_error, split_rows
+from megabatch.errors import PlanError
+
+
+class RowSamples(Samples):
+    """A mapping of tensors with samples in dim 0."""
+
+    is_list = False
+
+    def _read(self, batch: Any) -> dict[str, Tensor]:
+        return _checked_rows(batch)
+
+    def _measure(self) -> list[int]:
+        if self._length is not None:
+            try:
+                return [int(self._length(sample)) for sample in split_rows(self._batch)]
+            except StopIteration as error:
+                raise PlanError(f"the function length= {STOPPED}") from error
+        first = next(iter(self._batch.values()))
+        return self._refuse_empty([first.shape[1] if first.ndim > 1 else 1] * len(first))
+
+    def take_whole(self, indices: Sequence[int]) -> Microbatch:
+        """Collate the rows at ``indices``, without the loss's view of them."""
+        return self.batching.collate_rows(_take_rows(self._batch, indices), indices)
+
+    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """Return ``moved`` on memory of its own: rows are the caller's."""
+        return self.batching.copied(microbatch, moved)
+
+    def kinds(self) -> None:
+        """Return None: rows are of one kind."""
+
+    def column(self, name: str) -> list[Tensor]:
+        """Return one tensor of each sample."""
+        if name not in self._batch:
+            raise missing_key_error(name)
+        return list(self._batch[name])
+
+    def copy_last(self) -> Samples:
+        """Return a copy of the last row."""
+        rows = {name: tensor[-1:].clone() for name, tensor in self._batch.items()}
+        return RowSamples(rows, self.batching.origin, self._length, self.part)
+
+    def one_view(self, index: int) -> Any:
+        """Return the sample at ``index``, an element of a list of samples."""
+        return {name: tensor[index] for name, tensor in self._batch.items()}
+
+    def keys(self) -> list[tuple[str, ...]]:
+        """Return the keys of the rows."""
+        return [] if self.batching.is_collated_by_user or not len(self) else [tuple(sorted(self._batch))]
+
+
+def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    batch = dict(batch.items())
+    if not batch:
+        raise PlanError(
+            "the batch is a mapping without tensors; expected samples in dim 0 of each. For no samples give []"
+        )
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            kind = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise PlanError(f"{name!r} of the batch is {kind}; expected a tensor with samples in dim 0")
+        if value.layout != torch.strided or value.is_nested:
+            raise not_dense_error(f"{name!r} of the batch", value)
+    sizes = {name: len(value) for name, value in batch.items()}
+    if len(set(sizes.values())) > 1:
+        raise PlanError(f"the tensors of the batch differ in dim 0: {sizes}; expected one row per sample in each")
+    return batch
+
+
+def _take_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> dict[str, Tensor]:
+    first = indices[0]
+    if list(indices) == list(range(first, first + len(indices))):
+        rows = slice(first, first + len(indices))  # a view, where a copy would say the same
+    else:
+        rows = torch.tensor(indices, device="cpu")
+    return {name: tensor[rows] for name, tensor in batch.items()}

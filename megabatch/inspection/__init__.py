@@ -1,0 +1,1 @@
+"""Facts that models and graphs of losses state about themselves."""
