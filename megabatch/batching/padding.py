@@ -55,7 +55,6 @@ class Padding(Pad):
         super().__init__(fills)
         self.facts = ModelFacts(models)
         self._lengths = WeakTensorKeyDictionary()  # padded tensor of a microbatch -> lengths of its samples
-        self.running_lengths: Mapping[str, list[int]] = {}  # of the running microbatch's samples, by padded key
 
     @cached_property
     def _masks(self) -> Any:

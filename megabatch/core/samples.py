@@ -55,6 +55,7 @@ class Pad:
             if isinstance(fill, bool) or not isinstance(cast(object, fill), int | float):
                 raise PlanError(f"Padded says {fill!r} for {name!r}; expected a number")
         self.fills = dict(fills or {})  # padding values that the user says, by key
+        self.running_lengths: Mapping[str, list[int]] = {}  # of the running microbatch's samples, by padded key
 
     def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
         """Return the samples as one microbatch, ``{name: [B, longest, ...]}``."""

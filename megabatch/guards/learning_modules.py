@@ -17,9 +17,8 @@ from megabatch.core.error_kinds import rank_of_process
 from megabatch.core.wrapper import Wrapper
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor
-from megabatch.torch_private.module_members import buffers_of, own_parameters, transient_buffers
+from megabatch.torch_private.module_members import buffers_of, name_without_wrappers, own_parameters, transient_buffers
 from megabatch.torch_private.operations import is_fake
-from megabatch.wrappers.checks import TRANSPARENT
 
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Their statistics do not enter the outputs in training mode.
@@ -61,7 +60,7 @@ class LearningModules:
             inner = model.module if isinstance(model, DistributedDataParallel) else model
             for name, module in inner.named_modules():
                 if module.training and not isinstance(module, HARMLESS):
-                    path = ".".join(part for part in name.split(".") if part not in TRANSPARENT)
+                    path = name_without_wrappers(name)
                     self._states.extend(self._states_of(place + repr(path), module))
 
     def forget(self) -> None:

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megabatch.batching.padding import Padding
 from megabatch.core import random_state
 from megabatch.core.by_loss import ByLoss
 from megabatch.core.call import MicrobatchStep
 from megabatch.core.contract import LossFunction, Term, differentiable, takes_divisor
 from megabatch.core.extension import Call
+from megabatch.core.samples import Pad
 from megabatch.core.tree import each_leaf
 from megabatch.core.wrapper import Wrapper, refuse_hooks
 from megabatch.errors import LossContractError
@@ -37,7 +37,7 @@ class NewLossTrial:
 
     is_open = False  # from the beginning of a call with a new loss to its end
 
-    def __init__(self, wrapper: Wrapper, padding: Padding) -> None:
+    def __init__(self, wrapper: Wrapper, padding: Pad) -> None:
         self._wrapper, self._padding = wrapper, padding
         self._is_exact = not wrapper.replaces_gradients
         self.tried: ByLoss[bool] = ByLoss()  # losses that have run a call -> whether they take the divisor

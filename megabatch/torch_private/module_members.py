@@ -10,10 +10,17 @@ from torch.nn.modules import module as of_every_module
 # A module's dicts of its own parameters and children. torch changes these dicts and never replaces them.
 members_of_module = operator.attrgetter("_parameters", "_modules")
 
+WRAPPED_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
 
 def original_of(module: nn.Module) -> Any:
     """``_orig_mod``: what torch.compile(module) was made of; the module itself where it is not compiled."""
     return getattr(module, "_orig_mod", module)
+
+
+def name_without_wrappers(name: str) -> str:
+    """Return the path of a module or parameter without what compilation, checkpointing and FSDP1 add to it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED_NAMES)
 
 
 def is_compiled(module: Any) -> bool:

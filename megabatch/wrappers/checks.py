@@ -30,7 +30,6 @@ REDUCING = {
     "DistributedDataParallel",
 }
 DISPATCHING = "transformers.distributed.expert_parallel"  # module of the closures of `Dispatch`
-TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what wrappers add to names
 
 
 def refuse_unknown(model: nn.Module) -> None:

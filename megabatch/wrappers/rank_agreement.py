@@ -14,8 +14,8 @@ from torch.nn.parameter import UninitializedParameter
 from megabatch.core.wrapper import Wrapper, local
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
+from megabatch.torch_private.module_members import name_without_wrappers
 from megabatch.torch_private.operations import is_traceable_wrapper_subclass
-from megabatch.wrappers.checks import TRANSPARENT
 
 Facts = list[tuple[str, str]]  # what a fact is about, and what it says, as shown in an error
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -106,8 +106,7 @@ def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter
     for number, model in enumerate(models):
         prefix = f"model {number}'s " if len(models) > 1 else ""
         for name, parameter in model.named_parameters():
-            parts = [part for part in name.split(".") if part not in TRANSPARENT]
-            yield f"{prefix}parameter {'.'.join(parts)!r}", parameter, model
+            yield f"{prefix}parameter {name_without_wrappers(name)!r}", parameter, model
 
 
 def _local_tensors(tensor: Tensor) -> Iterator[Tensor]:
