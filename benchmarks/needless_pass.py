@@ -27,7 +27,7 @@ from benchmarks import hardware, result
 from benchmarks.llama import Shape, llama
 from benchmarks.turns import TOLERANCES, Way, difference, gradients, medians, write
 from megabatch import GradientAccumulator, losses
-from megabatch.core.samples import IGNORED_LABEL
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 CLAIM = "with one microbatch an update has no pass over the gradients"
 Batch = dict[str, Tensor]

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.masks import note_padding
 from megabatch.core.contract import LossFunction, Term, loss
 from megabatch.core.samples import Microbatch
 from megabatch.core.update import OpenUpdate
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
 from megabatch.inspection.model_facts import EXPERTS, MASK, with_config
+from megabatch.inspection.padding_masks import note_padding
 from megabatch.losses.token_loss import HALF_TYPES, next_token_beside
 from megabatch.pipeline.stages import Pipeline
 from megabatch.torch_private.operations import pytree

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from megabatch.batching.packing_check import equal_but_rounding as equal_but_rounding
     from megabatch.batching.padding import Padding as Padding
     from megabatch.batching.shared_prefix import SharedPrefix as SharedPrefix
-    from megabatch.core.samples import IGNORED_LABEL as IGNORED_LABEL
     from megabatch.core.samples import Padded as Padded
     from megabatch.core.samples import pad_right as pad_right
     from megabatch.core.samples import sample_length as sample_length
     from megabatch.core.tree import to_device as to_device
+    from megabatch.torch_private.loss_nodes import IGNORED_LABEL as IGNORED_LABEL
 else:
     _HOME = {  # public name → its module
-        "IGNORED_LABEL": "megabatch.core.samples",
+        "IGNORED_LABEL": "megabatch.torch_private.loss_nodes",
         "Deferred": "deferred",
         "InsideSamples": "inside_samples",
         "OneRow": "packed_row",

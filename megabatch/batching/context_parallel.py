@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.core.samples import IGNORED_LABEL, Microbatch
+from megabatch.core.samples import Microbatch
 from megabatch.errors import LossContractError, PlanError
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import pytree
 
 INPUTS = ("input_ids", "position_ids", "attention_mask", "token_type_ids")  # what a model reads, position by position

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megabatch.core.odd_values import to_dense_tensor
-from megabatch.core.samples import IGNORED_LABEL
 from megabatch.errors import PlanError
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 # Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.
 OTHERS = ("attention_mask", "position_ids", "token_type_ids")

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megabatch.core.choice import choose_batching
-from megabatch.core.samples import HALF_TYPES, IGNORED_LABEL, Batching, Collate, pad_right
+from megabatch.core.samples import HALF_TYPES, Batching, Collate, pad_right
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.inspection.mixing_causes import find_mixing_causes
 from megabatch.inspection.model_facts import MASK, POSITIONS, with_config
 from megabatch.torch_private.autograd import count_writes
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.module_members import is_compiled, original_of
 
 OVERLAP = 1  # a chunk ends with the token that its last position predicts, whose own loss the next chunk counts

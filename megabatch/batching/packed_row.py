@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batching.filled_shape import without_labels
-from megabatch.core.samples import IGNORED_LABEL, Batching, Microbatch, Samples, gather_columns
+from megabatch.core.samples import Batching, Microbatch, Samples, gather_columns
 from megabatch.errors import LossContractError, PlanError
 from megabatch.inspection.model_facts import list_configs
 from megabatch.planning.packing import without_padding
 from megabatch.planning.plan import CostModel, Plan
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 MAX_COMPARED = 8  # samples of a row whose common weight is compared with the sum of their own
 NOT_ALONG = "in one row everything runs along input_ids. Leave OneRow out"

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.core.samples import (
-    IGNORED_LABEL,
     SHAPE,
     Microbatch,
     Pad,
@@ -29,6 +28,7 @@ from megabatch.core.samples import (
 from megabatch.errors import LossContractError, PlanError
 from megabatch.inspection.mixing_causes import is_read, refuse_mixing
 from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import is_fake
 
 PATCHES_BY_GRID = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # as Qwen-VL has them

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from megabatch.batching import context_parallel
-from megabatch.batching.masks import note_padding
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.contract import WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights
 from megabatch.core.samples import Batch, Microbatch, Samples
 from megabatch.errors import LossContractError, PlanError
+from megabatch.inspection.padding_masks import note_padding
 from megabatch.planning.plan import Plan
 
 

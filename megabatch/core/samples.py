@@ -25,6 +25,7 @@ from megabatch.core.tree import clone, each_leaf, memory_of
 from megabatch.errors import PlanError
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import pytree
 
 Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank
@@ -34,8 +35,6 @@ Length = Callable[[Any], int]
 Prepare = Callable[[Microbatch], Microbatch]
 Weigh = Callable[[Microbatch], Any]
 
-IGNORED_LABEL = -100
-"""The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
 STOPPED = "raised StopIteration: an iterator in it has ended, and not the data; give next() a default"
 DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")

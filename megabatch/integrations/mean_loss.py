@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.core import random_state
-from megabatch.core.samples import IGNORED_LABEL, Length, Microbatch
+from megabatch.core.samples import Length, Microbatch
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
 from megabatch.inspection.mixing_causes import find_mixing_causes
 from megabatch.torch_private.classes import is_fsdp2
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import TorchDispatchMode, pytree, schema_of
 
 Mean = Callable[[Any, Any], Any]  # a scalar tensor, of a model and a microbatch

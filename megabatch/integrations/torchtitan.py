@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from megabatch.accumulator import GradientAccumulator
 from megabatch.core.mesh import DataRanks
-from megabatch.core.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private.fsdp2_groups import param_groups
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 try:
     from torchtitan.components.dataloader import DataloaderExhaustedError

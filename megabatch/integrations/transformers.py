@@ -21,7 +21,7 @@ from megabatch.batching.inside_samples import InsideSamples
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.core.contract import LossFunction, LossHooks, loss, loss_hooks, terms_of, weigh_of
-from megabatch.core.samples import IGNORED_LABEL, Length, Microbatch
+from megabatch.core.samples import Length, Microbatch
 from megabatch.core.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line, require_version
 from megabatch.integrations import mean_loss
@@ -34,6 +34,7 @@ from megabatch.losses.coupled_loss import JointLoss
 from megabatch.losses.mean import mean
 from megabatch.losses.token_loss import HALF_TYPES
 from megabatch.planning.dealing import deal
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 require_version("transformers")
 try:

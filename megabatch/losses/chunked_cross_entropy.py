@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.core.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.losses import token_loss
 from megabatch.losses.token_loss import HALF_TYPES
 from megabatch.torch_private.autograd import is_transformed, keeps_graph
 from megabatch.torch_private.classes import is_fsdp2
 from megabatch.torch_private.fsdp2_groups import fsdp_policy
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.module_members import (
     forward_hooks,
     has_backward_hooks,

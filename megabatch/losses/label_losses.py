@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.core.contract import Term, loss
-from megabatch.core.samples import IGNORED_LABEL, Microbatch, has_padded_numbers
+from megabatch.core.samples import Microbatch, has_padded_numbers
 from megabatch.errors import LossContractError
 from megabatch.inspection.model_facts import with_config
 from megabatch.losses.token_loss import predict, sum_cross_entropy
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 
 def count_labels(microbatch: Microbatch) -> Tensor:

@@ -9,11 +9,12 @@ from weakref import WeakSet
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.batching.masks import RIGHT_PADDED, next_targets, note_padding, without_needless
 from megabatch.core.contract import Term, loss
-from megabatch.core.samples import HALF_TYPES, IGNORED_LABEL, Microbatch
+from megabatch.core.samples import HALF_TYPES, Microbatch
 from megabatch.errors import LossContractError
 from megabatch.inspection.model_facts import MASK, with_config
+from megabatch.inspection.padding_masks import RIGHT_PADDED, next_targets, note_padding, without_needless
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 TARGETS = ("labels", "shift_labels")
 MIN_CHUNK_LOGITS = 2**22  # of a chunk: 16 MiB in float32; smaller ones save nothing, and at 1 MiB are slower

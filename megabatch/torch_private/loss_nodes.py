@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORED_LABEL = -100
+"""The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
+
 
 def cross_entropy_weight(loss: Tensor) -> Tensor | None:
     """``NllLossBackward._saved_total_weight``: what torch's cross-entropy divided by, if ``loss`` is its mean.

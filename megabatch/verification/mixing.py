@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megabatch.core.contract import differentiable, terms_of
-from megabatch.core.samples import IGNORED_LABEL
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import pytree
 
 TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a matrix product

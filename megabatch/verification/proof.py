@@ -21,7 +21,7 @@ from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
 from megabatch.core import random_state
 from megabatch.core.contract import REFUSES_MEANS, LossFunction, Term, terms_of
-from megabatch.core.samples import IGNORED_LABEL, Batch, Microbatch
+from megabatch.core.samples import Batch, Microbatch
 from megabatch.core.tree import clone
 from megabatch.core.wrapper import foreign_hooks, local
 from megabatch.errors import LossContractError, PlanError, in_one_line
@@ -31,6 +31,7 @@ from megabatch.planners.beyond_limits import SameBits, Shapes
 from megabatch.planners.built_in import MOVED, BuiltIn, Rows, Tokens, choose_planner, refuse_moved
 from megabatch.planning.planner import Planner
 from megabatch.torch_private.fsdp2_groups import param_groups
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import pytree
 from megabatch.verification.finite_difference import check_backward
 from megabatch.verification.float64_copy import Float64WithoutDropout

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from megabatch import GradientAccumulator, loss, losses
-from megabatch.batching.masks import RIGHT_PADDED, note_padding, without_needless
 from megabatch.inspection.model_facts import is_causal
+from megabatch.inspection.padding_masks import RIGHT_PADDED, note_padding, without_needless
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

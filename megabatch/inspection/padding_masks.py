@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from megabatch.core.samples import IGNORED_LABEL, Microbatch
 from megabatch.errors import LossContractError
 from megabatch.inspection.model_facts import MASK, POSITIONS, is_causal
+from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import is_fake
 
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
@@ -38,7 +38,7 @@ def _kind(value: Any) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def note_padding(microbatch: Microbatch) -> Microbatch:
+def note_padding(microbatch: Any) -> Any:
     """Mark a microbatch on the CPU whose mask does no more than leave out padding on the right."""
     if not isinstance(microbatch, Mapping) or MASK not in microbatch:
         return microbatch
