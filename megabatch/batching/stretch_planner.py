@@ -1,16 +1,16 @@
-"""Plan and run a call whose sequences are cut over the mesh axis "cp": `batching.context_parallel` in a call."""
+"""Plan and run a call whose sequences are cut over the mesh axis "cp", in stretches."""
 
 import math
 from dataclasses import dataclass
 from functools import partial
 
-from megabatch.batching import context_parallel
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.contract import WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights
 from megabatch.core.samples import Batch, Microbatch, Samples
 from megabatch.errors import LossContractError, PlanError
 from megabatch.inspection.padding_masks import note_padding
 from megabatch.planning.plan import Plan
+from megabatch.planning.stretches import stretch
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StretchPlanner(MicrobatchPlanner):
 
     def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
         """Return the batch as samples, of which `Samples.take` returns stretches."""
-        cut = partial(context_parallel.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
+        cut = partial(stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
         return super().samples(batch, cut)
 
     def check(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
@@ -60,8 +60,8 @@ def _refuse_uncounted(_: Microbatch) -> Microbatch:
 
 def check_weights_of_stretches(microbatch: Microbatch, weigh: Weigh, degree: int) -> None:
     """Raise `LossContractError` if the weights of the stretches do not add up to the weight of the whole microbatch."""
-    whole = counted_weights(weigh(context_parallel.stretch(microbatch, 0, 1)))
-    parts = [counted_weights(weigh(context_parallel.stretch(microbatch, index, degree))) for index in range(degree)]
+    whole = counted_weights(weigh(stretch(microbatch, 0, 1)))
+    parts = [counted_weights(weigh(stretch(microbatch, index, degree))) for index in range(degree)]
     for name, weight in whole.items():
         added = sum(part.get(name, 0.0) for part in parts)
         if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch.batching.context_parallel import stretch_alike
 from megabatch.core import random_state
 from megabatch.core.agreement import first_failure
 from megabatch.core.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps
@@ -40,6 +39,7 @@ from megabatch.errors import LossContractError, PlanError
 from megabatch.pipeline.pad_to_shape import Inputs, crop_output, fingerprint, in_one_shape
 from megabatch.pipeline.schedule_steps import group_microbatches
 from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
+from megabatch.planning.stretches import stretch_alike
 from megabatch.torch_private.operations import pytree
 
 __all__ = ["Pipeline", "evaluate"]

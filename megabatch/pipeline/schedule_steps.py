@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from megabatch.batching.context_parallel import stretch
 from megabatch.batching.stretch_planner import StretchPlanner
 from megabatch.core.call import CallAgreement, MicrobatchPlanner, PreparedBatch
 from megabatch.core.contract import LossHooks, Prepare, Weigh
@@ -15,6 +14,7 @@ from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError
 from megabatch.pipeline.stages import MOST_STEPS, SCHEDULES, Pipeline
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
+from megabatch.planning.stretches import stretch
 
 MOST_LENGTHS = 128  # at which a step may end; with more distinct lengths, some of them
 

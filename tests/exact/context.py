@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.batching import context_parallel
+from megabatch.planning import stretches
 from megabatch.train.parallel.wrap import attend_over
 from tests.comm.counting import Collectives
 from tests.exact import models, oracle
@@ -102,7 +103,7 @@ CASES: dict[str, list[Sample]] = {
 LARGEST_MICROBATCH = 2
 
 
-BUGS = {  # in megabatch/context.py: a text and what is planted for it
+BUGS = {  # a text of the library's files and what is planted for it
     "shift within the stretch": (
         "return Stretch(part, ",
         'part["shift_labels"][:, -1] = IGNORED_LABEL\n    return Stretch(part, ',
@@ -126,15 +127,13 @@ BUGS = {  # in megabatch/context.py: a text and what is planted for it
 
 
 def with_bug(name: str) -> ModuleType:
-    """The library's file with one text replaced."""
+    """The library's file with one text replaced, beside the attention of the library."""
     text, planted = BUGS[name]
-    source = (
-        Path(context_parallel.__file__)
-        .read_text()
-        .replace("import causal_lower_right", "import causal_lower_right, causal_upper_left")
-    )
+    source = Path((stretches if "Stretch(" in text else context_parallel).__file__).read_text()
+    source = source.replace("import causal_lower_right", "import causal_lower_right, causal_upper_left")
     assert source.count(text) == 1, f"{text!r} occurs {source.count(text)} times"
     module = ModuleType("planted")
+    module.__dict__["GatheredAttention"] = context_parallel.GatheredAttention
     exec(source.replace(text, planted), module.__dict__)
     return module
 

@@ -40,6 +40,7 @@ SOURCES = (  # the library files that decide the numbers
     "accumulator.py",
     "experts.py",
     "batching/context_parallel.py",
+    "planning/stretches.py",
     "pipeline/pad_to_shape.py",
     "core/agreement.py",
     "core/call.py",

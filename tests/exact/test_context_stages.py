@@ -43,12 +43,12 @@ def check(found: list[dict[str, Any]]) -> None:
 
 
 BUGS = (
-    Mutation("give each stretch of a schedule step a length of its own", "batching/context_parallel.py",
+    Mutation("give each stretch of a schedule step a length of its own", "planning/stretches.py",
              "max(document.shape[1] for document in documents) // (2 * degree)",
              "documents[-1].shape[1] // (2 * degree)"),
-    Mutation("give each stretch of a schedule step a mask of its own", "batching/context_parallel.py",
+    Mutation("give each stretch of a schedule step a mask of its own", "planning/stretches.py",
              "whole, None if plain else each", "whole, None if _order_says_all(each, whole) else each"),
-    Mutation("let order decide where documents do", "batching/context_parallel.py",
+    Mutation("let order decide where documents do", "planning/stretches.py",
              "plain = all(map(", "plain = any(map("),
     Mutation("leave the dummy microbatches of cut sequences whole", "pipeline/run.py",
              "dummy=iter(parts[num_real:]).__next__", "dummy=iter(wholes[num_real:]).__next__"),
