@@ -133,14 +133,3 @@ def test_no_second_process_begins_while_one_measures(bench: Bench, own: Path) ->
     (bench.path / "go on").touch()
     assert [end.status for end in first.wait()] == [0]
     assert [row["step"] for row in bench.rows() if "loss" in row] == [1, 2, 3, 4]
-
-
-def test_one_command_begins_a_run_and_goes_on_with_it(bench: Bench) -> None:
-    """As a queue gives it: whatever is there, the recipe and run.resume; another recipe is refused."""
-    values = {"run__resume": True, "run__save_every": 1}
-    said = [bench.train(**values, run__max_steps=steps) for steps in (2, 4)]
-    assert "nothing was saved yet: the run begins at update 0\n" in said[0]
-    assert f"resumed from {bench.folder}/checkpoints/step-2\n" in said[1]
-    assert [row["step"] for row in bench.rows() if "loss" in row] == [1, 2, 3, 4]
-    (end,) = bench.finish(**values, optim__lr=0.5)
-    assert (end.status, "is of another recipe: optim.lr is 0.01 there and 0.5 here" in end.err) == (2, True)

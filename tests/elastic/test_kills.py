@@ -15,13 +15,6 @@ def test_a_run_that_is_killed_and_damaged_ends_as_one_that_never_was(tmp_path: P
     assert sum(each.kills for each in outcomes) == 9
 
 
-@pytest.mark.full
-def test_a_run_with_same_bits_is_the_same_through_kills_and_other_ranks(tmp_path: Path) -> None:
-    outcomes = kills.series(tmp_path, [(3, 1, 2)], None, kills.SAME_BITS)
-    kills.check_same_bits(outcomes)
-    assert sum(each.kills for each in outcomes) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("size", [3, 4])

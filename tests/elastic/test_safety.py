@@ -35,7 +35,6 @@ from megabatch.train.runtime.files import (
     sealed_text,
 )
 from megabatch.train.trust import open_to_others
-from tests.elastic.test_survival import inline_of
 from tests.train.conftest import Bench
 from tests.train.contexts import ALONE
 
@@ -272,13 +271,22 @@ SECRETS: dict[str, Any] = {
     "token": True, "passwords": [735100], "authtoken": "SECRET", "auth": {"user": {"id": 735}}, "jwt": "SECRET",
     "secret_value": 735, "api_tokens": [735, 736], "PASSWORD": 1, "pin_token": 4711, "db_passwd": 7, "keys": ["SECRET"],
     "headers": ["Authorization: Bearer SECRETSECRET"], "connection": "Server=a;Password=SECRET;x=1",
-    "note": "hf_SECRETSECRETSECRETSECRET",
+    "note": "hf_SECRETSECRETSECRETSECRET", "passphrase": "SECRET", "url": "https://me:a@SECRET@host/x",
+    "clone": "https://ghp_SECRETSECRETSECRET@github.com/x", "options": {"of": [{"password": "SECRET"}]},
+    "signed": "https://host/x?a=1&X-Amz-Signature=SECRET&b=2", "credentials": {"user": "a", "value": ["SECRET"]},
 }  # fmt: skip
+
+
+def inline_of(value: Any) -> str:
+    """A value of TOML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {inline_of(part)}" for key, part in value.items()) + "}"
+    return f"[{', '.join(map(inline_of, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 @pytest.mark.parametrize(("key", "value"), SECRETS.items())
 def test_a_secret_of_any_type_is_masked(key: str, value: Any) -> None:
-    typed = inline_of(value)
+    typed = value if isinstance(value, str) else inline_of(value)
     for table in ({key: value}, {"outer": {"inner": [{key: value}]}}):
         shown = json.dumps([mask(table), mask_command([f"--data.options.{key}={typed}"])])
         assert not any(part in shown for part in ("SECRET", "735", "736", "4711", "true", ": 7", ": 1", "7.5")), shown
@@ -292,7 +300,7 @@ def test_a_secret_of_any_type_is_masked(key: str, value: Any) -> None:
         {"max_microbatch_tokens": 8192}, {"max_microbatch_tokens": "auto"}, {"pack_tokens": 2048}, {"max_token": 5},
         {"pad_token": 0}, {"eos_token": "</s>"}, {"suppress_tokens": [1, 2]}, {"num_keys": 4}, {"use_auth": True},
         {"add_bos_token": True}, {"monkey": "x"}, {"tokenizer": "bytes"}, {"num_key_value_heads": 2}, {"token": None},
-        {"path": "s3://bucket/x?page=2"}, {"turkeys": ["a"]},
+        {"path": "s3://bucket/x?page=2"}, {"turkeys": ["a"]}, {"path": "ssh://git@host/x"}, {"path": "a:b@c"},
     ],
 )  # fmt: skip
 def test_what_is_no_secret_stays(table: dict[str, Any]) -> None:

@@ -16,12 +16,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from megabatch import MegabatchError
 from megabatch.train.checkpoints.tensor_files import SafeReader
 from megabatch.train.cli import commands as cli
 from megabatch.train.cli import front
 from megabatch.train.config import RunConfig
-from megabatch.train.config.secrets import check_unmasked, mask, mask_command
 from megabatch.train.runtime.files import replace_text, write_synced
 from megabatch.train.trust import reason_to_ask
 from tests.elastic.conftest import OWN
@@ -281,12 +279,6 @@ def wrong_device(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.full
-def test_a_fault_among_shards_is_found_and_named(bench: Bench) -> None:
-    said = said_by(bench.finish(ranks=3, parallel__wrapper="fsdp2", **computing_wrong(bench)), 1)
-    assert "a fault of the hardware at rank 1 of 3, found in update 4:" in said
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_a_check_of_the_hardware_changes_nothing(bench: Bench, wrapper: str) -> None:
     values = {"parallel__wrapper": wrapper, **NO_DROPOUT}
@@ -433,46 +425,6 @@ def test_a_part_of_a_checkpoint_lies_inside_it(tmp_path: Path, path: str) -> Non
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({}, storage_data={index: info})))
     with pytest.raises(pickle.UnpicklingError, match=f"names {path}, which lies outside"):
         SafeReader(tmp_path).read_metadata()
-
-
-SECRETS: dict[str, Any] = {  # key -> a value whose SECRET no file gets
-    "hf_token": "SECRET", "apiKey": "SECRET", "passphrase": "SECRET", "credentials": {"user": "a", "value": ["SECRET"]},
-    "url": "https://me:a@SECRET@host/x", "clone": "https://ghp_SECRETSECRETSECRET@github.com/x",
-    "signed": "https://host/x?a=1&X-Amz-Signature=SECRET&b=2", "options": {"of": [{"password": "SECRET"}]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("key", "value"), SECRETS.items())
-def test_a_secret_is_masked_in_recipes_and_commands(key: str, value: Any) -> None:
-    typed = value if isinstance(value, str) else inline_of(value)
-    shown = [mask({key: value}), mask_command([f"--data.options.{key}={typed}"])]
-    assert "SECRET" not in str(shown)
-    with pytest.raises(MegabatchError, match="is a secret that"):
-        check_unmasked(shown[0], "config.toml")
-
-
-def inline_of(value: Any) -> str:
-    """A value of TOML on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {inline_of(part)}" for key, part in value.items()) + "}"
-    return f"[{', '.join(map(inline_of, value))}]" if isinstance(value, list) else json.dumps(value)
-
-
-@pytest.mark.parametrize("text", ["<pad>", "ssh://git@host/x", "s3://bucket/x", "a:b@c", "https://host/x?page=2"])
-def test_what_is_no_secret_stays(text: str) -> None:
-    given = {"pad_token" if text == "<pad>" else "path": text}
-    assert mask(given) == given
-
-
-@pytest.mark.parametrize("name", [".lock", "log.txt", "metrics.jsonl", "stuck/rank-0.txt"])
-def test_a_run_whose_file_is_a_link_is_refused(bench: Bench, refuse: Callable[..., str], name: str) -> None:
-    """A run's folder from elsewhere may name any file of yours."""
-    victim, link = bench.path / "victim", bench.folder / name
-    victim.write_text("mine")
-    link.parent.mkdir(parents=True)
-    link.symlink_to(victim)
-    assert f"{link} is a link to another file" in refuse(run__resume=True)
-    assert victim.read_text() == "mine"
 
 
 def test_a_file_is_never_written_through_a_link(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from tests.train.conftest import Bench, timeless
 from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import FAMILIES, recipe
 from tests.train.on_ranks import on_ranks
+from tests.train.test_export import train
 from tests.unit.failures.table import line_of, names
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # [model.lora] -> what the error names
@@ -207,7 +208,7 @@ def test_a_run_on_shards_goes_on_elsewhere(bench: Bench, base: Path, tmp_path: P
     assert bench.losses() == pytest.approx(bench.losses(tmp_path / "whole"), rel=1e-10)
 
 
-def test_nothing_to_merge_is_said(bench: Bench, tmp_path: Path) -> None:
-    bench.train(run__max_steps=1)
+def test_nothing_to_merge_is_said(tmp_path: Path) -> None:
+    train(ALONE, recipe(), tmp_path / "run")
     with pytest.raises(MegabatchError, match=r"^--merged is given and the run has no model\.lora, so nothing to merge"):
-        export(bench.folder, tmp_path / "out", step=None, merged=True)
+        export(tmp_path / "run", tmp_path / "out", step=None, merged=True)

@@ -18,7 +18,7 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import follow, rate_factor
 from megabatch.train.plan.grid import build_grid
-from tests.train.conftest import NO_DROPOUT, Bench, timeless
+from tests.train.conftest import Bench, timeless
 from tests.train.data_for_tests import ids_of, load, updates_of, whole_updates
 from tests.train.test_updates import KINDS, config_of
 from tests.unit.failures.table import line_of
@@ -217,29 +217,6 @@ def test_a_run_that_is_stopped_grows_as_if_never_stopped(bench: Bench, tmp_path:
     rates = [row["lr"] for row in bench.rows(plain) if "loss" in row]
     assert [row["lr"] for row in rows] == [rate * math.sqrt(size / 4) for rate, size in zip(rates, should, strict=True)]
     assert rates[0] == pytest.approx(1e-2 / 3)  # of the warmup: optim.lr is that of the first size
-
-
-@pytest.mark.slow
-def test_two_ranks_make_the_same_updates(bench: Bench, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    bench.train(run__folder=whole, **SCHEDULE, **NO_DROPOUT)
-    bench.train(ranks=2, run__max_steps=5, **SCHEDULE, **NO_DROPOUT)
-    bench.train(run__resume=True, **SCHEDULE, **NO_DROPOUT)
-    keys = ("num_samples", "num_tokens", "lr", "weight")
-    rows, expected = ([row for row in bench.rows(each) if "loss" in row] for each in (bench.folder, whole))
-    assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected]
-    assert bench.losses() == pytest.approx(bench.losses(whole), rel=1e-10)
-
-
-@pytest.mark.slow
-def test_another_schedule_is_another_run(bench: Bench, refuse: Any) -> None:
-    bench.train(run__max_steps=2, **SCHEDULE)
-    changed = {**SCHEDULE, "update__global_batch_size": '[[0, 4], ["700 tokens", 9]]'}
-    assert (
-        "update.global_batch_size is [[0, 4], ['600 tokens', 9]] there and [[0, 4], ['700 tokens', 9]] here"
-        in refuse(run__resume=True, **changed)
-    )
-    assert "update.global_batch_size has updates of 0 samples" in refuse(update__global_batch_size="[[0, 0]]")
 
 
 def test_a_run_that_has_gone_on_beyond_its_data_has_done_all_its_work() -> None:

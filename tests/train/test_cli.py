@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,9 @@ from megabatch.train.cli.help import print_help
 from megabatch.train.config.keys import known_keys
 from megabatch.train.runtime import signals
 from megabatch.train.runtime.signals import StopSignal
-from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.conftest import Bench
 from tests.train.processes import Run
 
-Refuse = Callable[..., str]
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -184,21 +182,6 @@ def test_a_path_that_cannot_even_be_looked_at_gets_its_line(bench: Bench, key: s
     assert not bench.folder.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(bench: Bench, ranks: int) -> None:
-    values = NO_DROPOUT | {"optim__lr": 1e300, "optim__warmup_steps": 0, "model__dtype": "float64"}
-    finished = bench.finish(ranks=ranks, update__max_norm=None, eval__num_samples=0, **values)
-    assert [each.status for each in finished] == [2] * ranks
-    lines = [line for each in finished for line in each.err.splitlines()]
-    assert lines == [
-        f"megabatch: update 2 was not stepped: the loss is not finite on data rank 0 of {ranks}; "
-        "lower optim.lr or look at its samples"
-    ]
-    assert [row["step"] for row in bench.rows()] == [1]
-    assert not (bench.folder / "checkpoints").exists()
-
-
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "numpy")
 SCRIPT = f"""
@@ -225,16 +208,6 @@ def test_it_is_answered_without_torch(tmp_path: Path, words: str) -> None:
     done = ran(words, tmp_path)
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert done.stdout or words == "completion words"
-
-
-def test_a_bad_command_of_these_is_one_line_and_status_2(tmp_path: Path) -> None:
-    done = ran("init new.toml --model small --dta x", tmp_path)
-    assert done.returncode == 2
-    line, heavy = done.stderr.splitlines()
-    assert line.startswith("megabatch: Unrecognized options: --dta")
-    assert line.endswith("; see megabatch init --help")
-    assert heavy == "[]"
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_name_that_can_be_none_is_one_line_and_status_2(tmp_path: Path) -> None:

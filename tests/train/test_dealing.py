@@ -4,6 +4,7 @@ on."""
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ def dealt(updates: Updates, *, peeks: bool = True) -> Updates:
     return updates
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "num_workers"), [*product(KINDS, [0]), ("plain", 2), ("packed stream", 2)])
 def test_the_same_updates_are_dealt_by_cost(kind: str, num_workers: int, tmp_path: Path) -> None:
     config = config_of(kind, tmp_path, data={"num_workers": num_workers})
     data = load(config)

@@ -105,9 +105,14 @@ def test_fewer_experts_than_ranks_are_cut_each(tmp_path: Path) -> None:
             assert shape == (1, expected[name].shape[1] // 2, *expected[name].shape[2:]), name
 
 
+FAMILIES_WITHOUT: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_head": 2},
+    "qwen2_moe": {"model_type": "qwen2_moe", **SIZES, "num_experts": 4, "moe_intermediate_size": 8,
+                  "shared_expert_intermediate_size": 8},
+}  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "no experts": ({"model_type": "gpt2"}, 2, "the experts of a model of type gpt2 … take one of deepseek_v3, gpt"),
-    "another family": ({"model_type": "qwen2_moe"}, 2, "of a model of type qwen2_moe are not tested"),
+    "no experts": (FAMILIES_WITHOUT["gpt2"], 2, "the experts of a model of type gpt2 … take one of deepseek_v3, gpt"),
+    "another family": (FAMILIES_WITHOUT["qwen2_moe"], 2, "of a model of type qwen2_moe are not tested"),
     "a number that is not divided": (model_of("mixtral"), 3, "parallel.ep is 3 … num_local_experts = 4; set parallel"),
     "another name of the number": (model_of("deepseek_v3"), 3, "parallel.ep is 3 … n_routed_experts = 4; set"),
 }

@@ -189,17 +189,6 @@ def test_a_joint_loss_is_that_of_all_samples(bench: Bench, own: dict[str, Any], 
     assert_same(alone, expected)
 
 
-@pytest.mark.slow
-def test_a_joint_loss_is_that_of_all_ranks(bench: Bench, own: dict[str, Any], tmp_path: Path) -> None:
-    joint = {**JOINT, "loss__function": f"{own['path']}:joint"}
-    expected = trained(ALONE, bench.recipe, {**UNCUT, **joint})
-    ways = [{**each, **joint} for each in ON_RANKS.values()]
-    for ranks_found in on_ranks(2, tmp_path, trained_ways, bench.recipe, ways):
-        for found in ranks_found:
-            assert found["losses"].shape == expected["losses"].shape
-            assert_same(found, expected)
-
-
 @pytest.mark.parametrize(
     ("values", "line"),
     [
@@ -274,14 +263,6 @@ def assert_same_biases(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 def test_biases_of_experts_follow_the_load_of_the_update(experts: Bench) -> None:
     expected, found = (trained(ALONE, experts.recipe, values) for values in (UNCUT, CUT))
     assert_same_biases(found, expected)
-
-
-@pytest.mark.slow
-def test_biases_of_experts_follow_the_load_of_all_ranks(experts: Bench, tmp_path: Path) -> None:
-    expected = trained(ALONE, experts.recipe, UNCUT)
-    for ranks_found in on_ranks(2, tmp_path, trained_ways, experts.recipe, list(ON_RANKS.values())):
-        for found in ranks_found:
-            assert_same_biases(found, expected)
 
 
 def test_a_router_loss_is_asked_for_in_either_table(experts: Bench) -> None:

@@ -14,7 +14,6 @@ from torch.nn.functional import logsigmoid
 
 from megabatch import GradientAccumulator, losses
 from megabatch.train.runtime.plugins import load_file
-from tests.train.conftest import Bench
 from tests.train.processes import Run, overrides
 
 ROOT = Path(__file__).parents[2]
@@ -177,23 +176,3 @@ def test_a_recipe_learns_and_is_verified(name: str, tmp_path: Path, monkeypatch:
     found = [row["loss"] for row in rows if "loss" in row]
     assert found[0] == pytest.approx(math.log(CHOICES[name]), rel=0.2)  # a guess among so many
     assert sum(found[-5:]) / 5 < found[0] - FALLS_BY[name]
-
-
-@pytest.mark.slow
-def test_a_term_of_the_models_own_loss_is_refused(bench: Bench) -> None:
-    """Bamba's z-loss, which a recipe's loss would drop."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 384, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
-        "attn_layer_indices": [0],
-    }  # fmt: skip
-    recipe = bench.recipe.read_text()
-    table = "\n".join(f"{key} = {value}" for key, value in sizes.items())
-    head, tail = recipe[: recipe.index("[model.config]")], recipe[recipe.index("[data]") :]
-    bench.recipe.write_text(f'{head}[model.config]\nmodel_type = "bamba"\n{table}\n\n{tail}')
-    (end,) = bench.finish(model__config__z_loss_coefficient=0.5)
-    assert end.status == 2
-    (line,) = [line for line in end.err.splitlines() if line.startswith("megabatch: ")]
-    assert "next_token would drop the rest (z_loss_coefficient=0.5)" in line
-    assert "Traceback" not in end.err
-    bench.train(model__config__z_loss_coefficient=0.0, run__folder=bench.path / "without", run__max_steps=2)

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,8 +103,7 @@ def shares_of(updates: Updates, after: int, dealing: Dealing, *, reads_ahead: bo
     return shares
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "num_workers"), [*product(KINDS, [0]), ("plain", 2), ("packed stream", 2)])
 def test_a_run_that_goes_on_is_dealt_by_speeds(kind: str, num_workers: int, tmp_path: Path) -> None:
     config = config_of(kind, tmp_path, data={"num_workers": num_workers})
     data, dealing = load(config), Dealing(balancing_cost(16), speeds=SPEEDS)

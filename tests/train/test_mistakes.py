@@ -142,6 +142,7 @@ MISTAKES = {  # command -> what it gets
     "init new.toml --data odd.jsonl": "odd.jsonl:1 has the fields 'a', 'b', of which none is known as text",
     "init new.toml --data odd.jsonl --task classification": "known as a text and its label; name them: --text-field",
     "init new.toml --data odd.jsonl --text-field body": "--text-field is 'body', and odd.jsonl:1 has the fields 'a'",
+    "init new.toml --dta x": "Unrecognized options: --dta … see megabatch init --help",
     "init new.toml --data sharegpt.jsonl": "sharegpt.jsonl:1 has nothing in one of the fields conversations",
     "train recipe.toml --data.path=utf16.csv": "cannot read utf16.csv as csv ('utf-16 … truncated data); mend it",
     "init recipe.toml --data chats.csv": "recipe.toml is there already, and nothing is overwritten; give another FILE",

@@ -1,7 +1,5 @@
 """Runs whose samples lie in one row: those of padded samples, with no padding."""
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +50,6 @@ def test_a_measured_bound_is_that_of_rows(bench: Bench) -> None:
     bench.train(update__one_row=True, run__max_steps=2, **keys)
     said = bench.train(update__one_row=False, run__max_steps=4, run__resume=True, **keys)
     assert "the bound is chosen anew: update.one_row was True and is False" in said
-
-
-def test_a_model_whose_samples_see_each_other_is_refused(refuse: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "bloom.toml"
-    path.write_text(re.sub(r"\[model.config\][^\[]*", BLOOM, (tmp_path / "recipe.toml").read_text()))
-    assert refuse(recipe=path, update__one_row=True) == (
-        "update.one_row is given and the model's attention, or a convolution, crosses samples: those in one row see "
-        "each other; choose an attention that goes by position_ids (with use_cache = False, in transformers), or leave "
-        "update.one_row out"
-    )
 
 
 def test_a_model_is_tried_as_it_computes() -> None:

@@ -118,16 +118,6 @@ def test_a_resumed_run_has_the_shapes_of_the_checkpoint(bench: Bench, monkeypatc
 
 
 @pytest.mark.slow
-def test_ranks_choose_the_same_shapes(bench: Bench, monkeypatch) -> None:
-    """Where a callback stands in for the loss of each microbatch."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    bench.train(ranks=2, **SHAPES, parallel__wrapper="ddp")
-    bench.train(ranks=2, **NO_DROPOUT, parallel__wrapper="ddp", run__folder=bench.path / "plain")
-    assert bench.losses() == pytest.approx(bench.losses(bench.path / "plain"), rel=1e-6)
-    assert len(read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)["gradient"]["shapes"]) == NUM_SHAPES
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 def test_a_resumed_run_measures_on_from_the_cost_of_the_checkpoint(bench: Bench, monkeypatch) -> None:
     plain, whole = run(bench, "plain", **LATER), run(bench, "measured", **COST)

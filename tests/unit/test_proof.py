@@ -423,12 +423,6 @@ def policy_gradient(model, batch):
     return ((found - found.detach()).exp() * batch["labels"]).sum(), len(batch["x"])
 
 
-@loss(weigh=lambda batch: len(batch["x"]))
-def divided_by_itself(model, batch, divisor):
-    """Its gradient is computed in the forward, divided there."""
-    return GradientInForward.apply(model(batch["x"]) / divisor**0.5, batch["labels"] / divisor**0.5), len(batch["x"])
-
-
 def zeros():
     model = nn.Linear(4, 1)
     nn.init.zeros_(model.weight)
@@ -466,11 +460,6 @@ def test_a_gradient_that_is_not_that_of_the_loss(loss_fn):
     assert any(
         cause.startswith((BACKWARD, "gradients changed while", "the backward of")) for cause in verification.causes
     )
-
-
-def test_a_loss_that_takes_the_divisor():
-    verification = verify(two_layers(), divided_by_itself, VECTORS)
-    assert verification.ok or "'divisor'" in verification.causes[0]
 
 
 def with_a_metric(model, batch):
@@ -563,24 +552,6 @@ def test_a_module_whose_state_moves_is_named():
     assert "the state of module 'parametrizations.weight.0' (_SpectralNorm: '_u', '_v') moves" in verification.causes[0]
 
 
-class Pair(nn.Module):
-    """Autograd hands its parameters views of one gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.kind = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.head(torch.tanh(x + (self.place[None] + self.kind[None])))
-
-
-def test_gradients_that_share_memory():
-    """Right, or named; by the very sums of the accumulator."""
-    verification = verify(Pair(), losses.mse, VECTORS)
-    assert verification.ok or "share memory" in verification.causes[0]
-
-
 def clamped():
     model = nn.Linear(4, 1)
     model.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
@@ -615,19 +586,6 @@ def test_what_the_accumulator_refuses_is_a_cause(name):
     assert not verification.ok
     assert any(part in cause for cause in verification.causes), verification.causes
     assert OUTSIDE.weight.grad is None
-
-
-def masked_text():
-    """Filled up to one length, labels and all, as tokenizers do it."""
-    tokens = torch.randint(1, 40, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(9) < torch.tensor([[4], [6], [9]])).long()
-    return {"input_ids": tokens * mask, "attention_mask": mask, "labels": tokens * mask}
-
-
-def test_the_models_own_loss_is_another():
-    """A mask is left out although masked positions have labels; right, or named."""
-    verification = verify(llama(), losses.next_token, masked_text())
-    assert verification.ok or "and the model's own" in verification.causes[0]
 
 
 def test_a_router_loss_that_is_left_out():
