@@ -30,6 +30,7 @@ def two_updates(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return bench
 
 
+@pytest.mark.full
 def test_a_checkpoint_without_sums_is_gone_on_from_to_the_bit(two_updates: Bench, tmp_path: Path) -> None:
     bench = two_updates
     values = {"run__max_steps": 4, "eval__num_samples": 0, **NO_DROPOUT}

@@ -10,7 +10,7 @@ from tests.train.on_ranks import on_ranks
 
 
 @pytest.mark.parametrize("wrapper", hardware.KINDS)
-@pytest.mark.parametrize("num", [8, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num", [4, pytest.param(60, marks=pytest.mark.full)])
 def test_planted_faults_are_found_and_named(tmp_path: Path, num: int, wrapper: str) -> None:
     planted = hardware.faults(num, wrapper, 3, num)
     for fault, *said in zip(planted, *on_ranks(3, tmp_path, hardware.found_by, planted, wrapper), strict=True):
@@ -20,8 +20,8 @@ def test_planted_faults_are_found_and_named(tmp_path: Path, num: int, wrapper: s
 @pytest.mark.parametrize(
     ("dtype", "num", "wrapper"),
     [
-        ("float32", 10, "ddp"),
-        ("float32", 10, "fsdp2"),
+        ("float32", 4, "ddp"),
+        ("float32", 4, "fsdp2"),
         *(pytest.param(each, 200, "ddp", marks=pytest.mark.full) for each in ("float32", "bfloat16")),
     ],
 )

@@ -102,8 +102,7 @@ def arrive_and_end(port: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGINT, 0), (signal.SIGTERM, 1)])
 def test_a_signal_while_ranks_meet_ends_with_one_line(ranks: Ranks, number: signal.Signals, rank: int) -> None:
     process = ranks.start(rank, "train", "recipe.toml")
     ranks.wait_for(lambda: "not come" in ranks.said(rank))

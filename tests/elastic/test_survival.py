@@ -168,7 +168,7 @@ def test_a_checkpoint_is_never_ahead_of_rows_on_the_disk(
 # Dropout
 
 
-@case("a run with dropout resumes on other ranks and in another cut")
+@case("a run with dropout resumes on other ranks and in another cut", pytest.mark.full)
 def resized_with_dropout(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     bench.train(run__folder=bench.path / "whole")
     bench.train(run__max_steps=3)
@@ -299,7 +299,7 @@ def test_random_numbers_by_rank_are_refused(bench: Bench) -> None:
 @case("half an hour passes, and a recipe says nothing of checkpoints")
 def by_the_clock(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     assert (RunConfig(folder="x").save_every_minutes, RunConfig(folder="x").keep_last) == (30, 2)
-    said = bench.train(run__save_every_minutes=0.002, run__keep_last=2, run__max_epochs=20, eval__every="none")
+    said = bench.train(run__save_every_minutes=1e-6, run__keep_last=2, run__max_epochs=2, eval__every="none")
     assert said.count("saved ") > 3
     assert len(list((bench.folder / "checkpoints").glob("step-*"))) == 2
     return said
