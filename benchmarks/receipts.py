@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks import one_microbatch, result
-from megabatch import GradientAccumulator, accumulator, losses
+from megabatch import GradientAccumulator, losses
 from megabatch.core import update as engine_update
+from megabatch.core.guard import CallGuard
+from megabatch.guards import call_watch
 
 NUM_BLOCKS, PAIRS_PER_BLOCK = 80, 25
 NUM_RESAMPLES = 4000
@@ -40,12 +42,12 @@ class Nothing:
 def switches(gradient: GradientAccumulator) -> dict[str, Callable[[], None]]:
     """Return functions that put the checks of this accumulator in and take them out. Call them untimed."""
     nothing, of_gradient = Nothing(), cast(Any, gradient)
-    wrapper = of_gradient._wrapper
+    wrapper = of_gradient.wrapper
     places: list[tuple[Any, str, Any]] = [  # methods are exchanged on objects, since classes keep caches
-        (of_gradient, "_ownership", nothing),
+        (of_gradient, "call_guard", CallGuard()),
         (wrapper, "check_unchanged", nothing.of),
-        (accumulator, "Receipt", nothing),
-        (accumulator, "check_unmoved", nothing.of),
+        (call_watch, "Receipt", nothing),
+        (call_watch, "check_unmoved", nothing.of),
         (engine_update, "separate_gradients", nothing.of),
     ]
     own = [getattr(owner, name) for owner, name, _ in places]

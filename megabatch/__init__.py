@@ -9,7 +9,6 @@ from megabatch.lazy import export_lazily
 
 if TYPE_CHECKING:
     from megabatch import losses as losses
-    from megabatch.accumulator import GradientAccumulator as GradientAccumulator
     from megabatch.core.contract import Term as Term
     from megabatch.core.contract import loss as loss
     from megabatch.core.extension import Extension as Extension
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from megabatch.errors import LossContractError as LossContractError
     from megabatch.errors import MegabatchError as MegabatchError
     from megabatch.errors import PlanError as PlanError
+    from megabatch.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from megabatch.learner import Learner as Learner
     from megabatch.losses.coupled_loss import JointLoss as JointLoss
     from megabatch.losses.mean import mean as mean
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megabatch.verification.proof import verify as verify
 else:
     _HOME = {  # public name → its module
-        "GradientAccumulator": "accumulator",
+        "GradientAccumulator": "gradient_accumulator",
         "JointLoss": "losses.coupled_loss",
         "Term": "core.contract",
         "loss": "core.contract",

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megabatch import losses
-from megabatch.accumulator import GradientAccumulator
 from megabatch.core.contract import LossFunction, Term, loss
 from megabatch.core.samples import Microbatch
 from megabatch.core.update import OpenUpdate
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
+from megabatch.gradient_accumulator import GradientAccumulator
 from megabatch.inspection.model_facts import EXPERTS, MASK, with_config
 from megabatch.inspection.padding_masks import note_padding
 from megabatch.losses.token_loss import HALF_TYPES, next_token_beside

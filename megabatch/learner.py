@@ -6,11 +6,11 @@ import torch
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from megabatch.accumulator import GradientAccumulator
 from megabatch.core.contract import CoupledLoss, LossFunction, Term
 from megabatch.core.samples import Batch
 from megabatch.core.update import Update
 from megabatch.errors import LossContractError, PlanError
+from megabatch.gradient_accumulator import GradientAccumulator
 
 
 class Learner:

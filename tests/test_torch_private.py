@@ -51,7 +51,6 @@ EXCEPTIONS = {  # names of torch's that a file uses itself, and why
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_unsafe_view",
     ),
     "verification.float64_copy": ("_is_expert_parallel",),  # of transformers
-    "verification.gradient_comparison": ("_wrapper",),  # of GradientAccumulator
     "wrappers.expert_parallel": ("_tp_size",),  # of transformers
 }  # fmt: skip
 

@@ -49,6 +49,7 @@ class ShapesPlanner(MicrobatchPlanner):
 
     shapes: tuple[Shape, ...] = ()
     fills_up: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False  # a weight may count the rows that fill a shape
 
     @classmethod
     def of(cls, planner: MicrobatchPlanner, shapes: Sequence[Shape]) -> "ShapesPlanner":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megabatch.core.choice import choose_batching
+from megabatch.batching.choice import choose_batching
 from megabatch.core.samples import HALF_TYPES, Batching, Collate, pad_right
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.inspection.mixing_causes import find_mixing_causes

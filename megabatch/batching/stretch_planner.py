@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.contract import WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights
@@ -16,6 +17,8 @@ from megabatch.planning.stretches import stretch
 @dataclass(frozen=True)
 class StretchPlanner(MicrobatchPlanner):
     """Gives the loss this rank's stretch of each microbatch. All ranks of a context group have the same samples."""
+
+    adds_up: ClassVar[bool] = False  # a stretch may hold padding alone
 
     @property
     def has_rows(self) -> bool:
@@ -46,9 +49,6 @@ class StretchPlanner(MicrobatchPlanner):
                 "weights out"
             )
         check_weights_of_stretches(samples.take_whole(first), hooks.weigh, self.ranks.context_degree)
-
-    def check_padding(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
-        """Do nothing: a stretch may hold padding alone."""
 
 
 def _refuse_uncounted(_: Microbatch) -> Microbatch:

@@ -103,7 +103,7 @@ def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> Rank
         has_sample=float(has_sample),
         names_hash=float(zlib.crc32("\n".join(sums).encode()) if sums else 0),
         fingerprint=float(zlib.crc32(cut, samples.fingerprint()) if shares_samples else 0),
-        compares_order=float(wrapper.collective_order.wants_comparison),
+        compares_order=float(wrapper.wants_comparison),
         keys_hash=float(zlib.crc32(repr(keys).encode()) * (1 if len(keys) == 1 else -1) if keys else 0),
         weights=list(sums.values()),
     )

@@ -11,8 +11,8 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
-from megabatch.core.by_loss import ByLoss
 from megabatch.core.contract import LossHooks, Prepare, Weigh, counted_weights, is_own
+from megabatch.core.error_kinds import agreeing
 from megabatch.core.mesh import DataRanks
 from megabatch.core.samples import STOPPED, Batch, Batching, Length, Microbatch, Samples
 from megabatch.core.tree import to_device
@@ -90,14 +90,9 @@ class MicrobatchPlanner:
     cost: CostModel | None  # the user's cost model
     fit: TunedLimit | None = None  # the measured limit, if the user gave none
     learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
-    compared: ByLoss[bool] = field(default_factory=ByLoss[bool], compare=False)  # weigh that counted no padding
     fills_up: ClassVar[bool] = True  # microbatches may be cut smaller than `plan` cut them
     cuts_samples: ClassVar[bool] = False  # microbatches may hold parts of samples
-
-    @property
-    def is_auto(self) -> bool:
-        """True if the limit is to be measured."""
-        return self.micro_batch_size is None and self.max_microbatch_tokens is None
+    adds_up: ClassVar[bool] = True  # the weight of a padded microbatch is that of its samples
 
     @cached_property
     def known_cost(self) -> CostModel | None:
@@ -214,7 +209,6 @@ class MicrobatchPlanner:
         plan = self.plan(samples) if given is None else self.fitted(given, samples)
         self.check(samples, plan, hooks)
         prepared = collate_planned(samples, plan, self.weigh_own(hooks.weigh))
-        self.check_padding(samples, plan, hooks)
         return prepared if given is None else replace(prepared, is_given=True)
 
     def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
@@ -239,18 +233,6 @@ class MicrobatchPlanner:
         from megabatch.core.fill_up import fill_up
 
         return fill_up(self, prepared, agreement, hooks, wrapper)
-
-    def check_padding(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
-        """Raise `LossContractError` for a weight that counts padding. Compare each ``weigh`` once."""
-        weigh = hooks.weigh
-        if weigh is None or self.compared.get(weigh):
-            return
-        if hooks.prepare is not None and not is_own(hooks.prepare):  # it may draw random numbers
-            return
-        from megabatch.guards.padded_targets import check_weights
-
-        if check_weights(samples, plan, hooks):
-            self.compared.set(weigh, True)
 
 
 def weights_of(weigh: Weigh, microbatch: Microbatch) -> dict[str, float]:
@@ -327,7 +309,8 @@ def agree_on_call(
     if not wrapper.ranks.is_alone:
         from megabatch.core.agreement import agree_over_ranks
 
-        return agree_over_ranks(wrapper, prepared, failure, remembered)
+        with agreeing():
+            return agree_over_ranks(wrapper, prepared, failure, remembered)
     if prepared is None:
         raise cast(Exception, failure)
     samples, num_microbatches = prepared.samples, len(prepared.plan.microbatches)

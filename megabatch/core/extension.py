@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megabatch.core.call import CallAgreement, MicrobatchStep, PreparedBatch
-from megabatch.core.contract import LossHooks, Term
+from megabatch.core.contract import LossHooks
 from megabatch.core.samples import Batch
 from megabatch.core.update import OpenUpdate, Update
 from megabatch.core.wrapper import Wrapper
@@ -30,7 +30,6 @@ class Call(NamedTuple):
     hooks: LossHooks
     is_new: bool  # the loss was not tried in a call before
     takes_divisor: bool  # the loss divides its total itself
-    compute_terms: Callable[..., dict[str, Term]]  # (call, step, receipt of gradients or None)
 
     @property
     def given(self) -> list[object]:

@@ -317,7 +317,7 @@ class OpenUpdate:
             raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
         names = [*own, *sorted(self._sums.keys() - self._differentiable)]
         rest = f"{own} {weight} {max_norm} {self._divisors.told} {self._is_held}"
-        rest += f" {self._wrapper.collective_order.digest}"
+        rest += f" {self._wrapper.collectives_digest}"
         rest += repr(self._ranks.position)  # which only the CPU compares by itself
         rows = self._ranks.gather_report(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]

@@ -1,19 +1,16 @@
-"""The base class of wrappers, which also serves a model without one: gradients are summed once per update.
+"""The base class of wrappers, which also serves a model without one on a single rank.
 
 A `Wrapper` object is the interface through which the library uses DDP, FSDP and the like. Its ``loss_factor`` undoes
 the wrapper's own division. Gradients are therefore sums over data and context ranks, under every sync policy.
 """
 
 import contextlib
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,43 +31,14 @@ from megabatch.torch_private.optimizers import optimizers_in_backward
 
 DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 Choice = tuple[str, str]  # a policy, "last", "every", "gather_once" or "replica_last", and why
-MAX_COMPARED_CALLS = 8  # in which ranks compare each collective: a loss made anew for each call is always new
-END = -1  # in place of the number of a collective
 CHANGED = (
     "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
     "(and wrap the model anew) after such a change"
 )
 
 
-@dataclass
-class CollectiveOrder:
-    """A hash of the collectives of an update in their order, which ranks compare."""
-
-    digest: int = 0
-    wants_comparison: bool = False  # this rank has a new loss in the call that ranks agree on
-    is_compared: bool = False  # ranks compare each collective before it begins, not only the hash at the end
-    num_compared_calls: int = 0
-
-    def want_comparison(self, *, is_new: bool) -> None:
-        """Ask to compare each collective of the next call, which has a new loss."""
-        self.wants_comparison = is_new and self.num_compared_calls < MAX_COMPARED_CALLS
-
-    def begin_call(self, *, is_compared: bool) -> None:
-        """Compare each collective until the call ends, if any rank has asked for it."""
-        self.is_compared = is_compared
-        self.num_compared_calls += is_compared
-
-    def note(self, number: int) -> None:
-        """Mix in one gather or reduction."""
-        self.digest = zlib.crc32(number.to_bytes(8), self.digest)
-
-    def reset(self) -> None:
-        """Begin another update."""
-        self.digest = 0
-
-
 class Wrapper:
-    """Sums the whole gradient in `finish_update`; one rank needs no reduction."""
+    """Knows how the gradients of a model are summed over ranks, and when. One rank needs no reduction."""
 
     kind_name = "no wrapper"
     loss_factor = 1.0
@@ -84,16 +52,14 @@ class Wrapper:
     is_held = False  # the reduction of the open update waits for `finish_update`, see `hold_reduction`
     accumulating = property(attrgetter("parameters"), doc="The parameters whose ``grad`` autograd adds to.")
     uncounted: Sequence[nn.Parameter] = ()  # parameters whose gradient other ranks count in the norm
+    wants_comparison = False  # this rank has a new loss, whose collectives ranks are to compare
+    collectives_digest = 0  # a hash of the collectives of the update in their order, which ranks compare
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         self.ranks = ranks
         self.parameters = trainable(model)
-        self.collective_order = CollectiveOrder()
-        self.index = 0  # among the models of a list, which share one order
         self._dtypes = [parameter.dtype for parameter in self.parameters]
-        # Tensor parallelism leaves parts of sums in DTensors, on one data rank too.
-        self._has_dtensors = any(map(is_dtensor, self.parameters))
         self.device = next(model.parameters()).device  # where the model expects its inputs
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks with further parts of the gradient, not in a DTensor
         self._wide = WideGradients(self.parameters, None)
@@ -106,34 +72,6 @@ class Wrapper:
         self._all_parameters: list[nn.Parameter] = []
         self.models = [model]  # the models that the loss calls
         refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
-
-    def note_collective(self, number: int) -> None:
-        """Mix one gather or reduction into the hash that ranks compare."""
-        self.collective_order.note(self.index << 32 | number)
-
-    def meet(self, number: int) -> None:
-        """Note a collective that all ranks are to begin next; `END` is the end of a microbatch.
-
-        While a new loss runs, this sends a message between hosts, and raises `PlanError` on all ranks if they differ.
-        Without it, ranks wait for each other in different collectives until the backend gives up.
-        """
-        if self.collective_order.is_compared:
-            seen = [int(row[0]) for row in self.ranks.exchange_numbers([self.index << 32 | number])]
-            if len(set(seen)) > 1:
-                self.collective_order.is_compared = False
-                one, other = seen[0], next(each for each in seen if each != seen[0])
-                raise PlanError(
-                    f"ranks call other submodules in one microbatch: some {self.describe_collective(one)}, others "
-                    f"{self.describe_collective(other)}, and {self.kind_name} would wait forever; call every wrapped "
-                    "submodule on all ranks, with zeros where a rank has nothing for it, or shard the root alone"
-                )
-        if number != END:
-            self.note_collective(number)
-
-    def describe_collective(self, number: int) -> str:
-        """Return the words for a number that `meet` was given on any rank."""
-        what = "reduce gradients" if number % 2 else "gather parameters"
-        return "end it" if number < 0 else what
 
     def accumulate_in(self, wide: WideGradients) -> None:
         """Add gradients in a wider dtype. Raises `PlanError` if the wrapper would round them before."""
@@ -191,6 +129,10 @@ class Wrapper:
         ``is_new`` is True for a loss that no call had before, and whose microbatches run one by one.
         """
 
+    def surround_call(self, agreement: Any) -> contextlib.AbstractContextManager[None]:
+        """Surround the microbatches of a call on which the ranks have agreed."""
+        return contextlib.nullcontext()
+
     def begin_call(self, policy: str) -> None:
         """Prepare for the microbatches of a call. ``loss_factor`` is then the same for all of them. Collective."""
 
@@ -205,13 +147,7 @@ class Wrapper:
         """Free parameters that a forward without a backward has left gathered."""
 
     def finish_update(self) -> None:
-        """Sum the gradients over ranks, after the last call of an update."""
-        if self.ranks.is_alone and not self._has_dtensors:
-            return
-        from megabatch.wrappers.rank_sums import sum_gradients
-
-        with torch.no_grad():
-            sum_gradients(self.parameters, self.ranks, self._wide)
+        """Reduce what is not reduced yet, after the last call of an update."""
 
     def discard(self) -> None:
         """Drop the state outside of ``p.grad`` that an update which failed half-way has left."""

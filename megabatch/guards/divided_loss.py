@@ -65,7 +65,7 @@ class LossRun:
                 one, half = (self._tried(step, scale) for scale in (1.0, 2.0))
             wrong = {name: one[name] for name in one if abs(one[name] - 2 * half[name]) > 0.01 * abs(one[name])}
         except Exception:  # a backward in the loss may raise anything
-            if type(self._wrapper) is not Wrapper:
+            if self._wrapper.kind_name != Wrapper.kind_name:
                 return
             fresh = [parameter for parameter in self._wrapper.parameters if parameter.grad is None]
             with torch.enable_grad():

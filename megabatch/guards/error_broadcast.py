@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 
 from megabatch.core.error_kinds import (
-    agreeing,
     is_known_to_all,
     is_of_message,
     is_out_of_memory,
@@ -26,6 +25,7 @@ from megabatch.core.error_kinds import (
     out_of_memory_error,
     whoever_runs,
 )
+from megabatch.core.guard import ErrorGuard
 from megabatch.core.mesh import DataRanks
 from megabatch.errors import (
     LossContractError,
@@ -36,7 +36,6 @@ from megabatch.errors import (
     Shortage,
     in_one_line,
 )
-from megabatch.guards.memory_guard import MemoryGuard
 from megabatch.torch_private.process_groups import default_store, groups_of_process
 
 NUMBER, TOLD, HEARD = "megabatch: broadcasts", "megabatch: told", "megabatch: heard"  # keys of the store
@@ -48,7 +47,7 @@ SECONDS_TO_HEAR = 5.0  # which a rank gives the others before it leaves, since t
 SECONDS_TO_WAKE = 3.0  # after which a collective that has not broken by itself is aborted
 
 
-class ErrorBroadcast(MemoryGuard):
+class ErrorBroadcast(ErrorGuard):
     """Sends this rank's error to the other ranks, which raise it within `SECONDS_TO_HEAR`, wherever they wait.
 
     The constructor is collective and exchanges one small message. Ranks of other groups in the job do not hear it.
@@ -100,10 +99,6 @@ class ErrorBroadcast(MemoryGuard):
     def surround_body(self, body: str) -> contextlib.AbstractContextManager[None]:
         """Surround code of the user's: the other ranks are told any error in it."""
         return self.listening(body)
-
-    def agreeing(self) -> contextlib.AbstractContextManager[None]:
-        """Surround an exchange between ranks whose outcome is an error on all of them, or on none."""
-        return agreeing()
 
     def check(self) -> None:
         """Raise the `MegabatchError` of another rank that has told its error by now."""

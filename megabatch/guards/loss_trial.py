@@ -65,7 +65,7 @@ class NewLossTrial:
             self.tried.set(self._trying, takes_divisor(self._trying))
         self.is_open, self._trying = False, None
 
-    def compute_terms(self, call: Call, step: MicrobatchStep, _: Receipt | None) -> dict[str, Term]:
+    def compute_terms(self, call: Call, step: MicrobatchStep) -> dict[str, Term]:
         """Run a loss that is new or takes the divisor, and check its side effects on gradients."""
         wrapper, loss_fn = self._wrapper, call.loss_fn
         run = LossRun(call.opened.divisors, wrapper, cast(LossFunction, loss_fn), call.model)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megabatch.core.call import MicrobatchStep, PreparedBatch
-from megabatch.core.contract import WEIGHT_TOLERANCE, Term, Weigh
+from megabatch.core.call import MicrobatchStep
+from megabatch.core.contract import WEIGHT_TOLERANCE, Term
 from megabatch.core.error_kinds import is_of_backend, is_out_of_memory, rank_of_process, whoever_runs
+from megabatch.core.extension import Call
 from megabatch.core.mesh import num_collectives
 from megabatch.core.tree import to_device
-from megabatch.core.update import OpenUpdate
-from megabatch.core.wrapper import Wrapper, local
+from megabatch.core.wrapper import local
 from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
 from megabatch.guards.receipts import Receipt
 from megabatch.inspection.loss_graph import find_functions_beside, graph_leaves
@@ -64,12 +64,9 @@ class PartStep(MicrobatchStep):
 class OOMRetry:
     """Runs a microbatch that did not fit in memory again, in parts. Notes the parts in the prepared batch."""
 
-    def __init__(
-        self, prepared: PreparedBatch, weigh: Weigh | None, wrapper: Wrapper, opened: OpenUpdate, *,
-        takes_divisor: bool,
-    ) -> None:  # fmt: skip
-        self._prepared, self._weigh, self._wrapper, self._opened = prepared, weigh, wrapper, opened
-        self._takes_divisor = takes_divisor
+    def __init__(self, call: Call) -> None:
+        self._prepared, self._weigh = call.prepared, call.hooks.weigh
+        self._wrapper, self._opened, self._takes_divisor = call.wrapper, call.opened, call.takes_divisor
 
     def prepare_parts(
         self, step: MicrobatchStep, error: Exception, before: Receipt, num_sent: int | None, run: Run

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from megabatch.accumulator import GradientAccumulator
 from megabatch.errors import MegabatchError, PlanError
+from megabatch.gradient_accumulator import GradientAccumulator
 from megabatch.learner import Learner
 
 try:

@@ -6,10 +6,10 @@ from typing import Any, cast
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from megabatch.accumulator import GradientAccumulator
 from megabatch.core.contract import LossFunction
 from megabatch.core.update import Update
 from megabatch.errors import LossContractError, PlanError, require_count
+from megabatch.gradient_accumulator import GradientAccumulator
 from megabatch.losses.coupled_loss import JointLoss
 
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # every rank holds the whole module

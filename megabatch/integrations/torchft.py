@@ -317,7 +317,9 @@ class Replicas(Extension):
             indices = indices + shares[(rank + 1) % size][:1]
         for index in indices:
             if index not in self._weights:
-                prepared = gradient.planner.prepare(self._batch(load, index), loss_hooks(loss_fn))
+                hooks = loss_hooks(loss_fn)
+                prepared = gradient.planner.prepare(self._batch(load, index), hooks)
+                gradient.call_guard.check_weights(gradient.planner, prepared, hooks)
                 self._weights[index] = prepared.weight_sums
         digest = digest_weights(gradient.model) if size > 1 else 0
         row = {

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch.accumulator import GradientAccumulator
 from megabatch.core.mesh import DataRanks
 from megabatch.errors import MegabatchError, PlanError
+from megabatch.gradient_accumulator import GradientAccumulator
 from megabatch.torch_private.fsdp2_groups import param_groups
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 

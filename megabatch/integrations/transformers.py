@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from megabatch import losses
-from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.inside_samples import InsideSamples
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.shared_prefix import SharedPrefix
@@ -24,6 +23,7 @@ from megabatch.core.contract import LossFunction, LossHooks, loss, loss_hooks, t
 from megabatch.core.samples import Length, Microbatch
 from megabatch.core.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line, require_version
+from megabatch.gradient_accumulator import GradientAccumulator
 from megabatch.integrations import mean_loss
 from megabatch.integrations.embedding_noise import EmbeddingNoise, with_lengths
 from megabatch.integrations.mean_loss import LossTrial, choose_samples, note_generators

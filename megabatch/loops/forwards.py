@@ -69,10 +69,10 @@ def _open_forwards(
             raise PlanError(f"{name}() cannot run a pipeline; use megabatch.pipeline.evaluate")
         wrapper.reshard()  # a forward without a backward leaves weights gathered, perhaps those before the step
         prepared = planner.prepare(batch, hooks, plan)
+        gradient.call_guard.check_weights(planner, prepared, hooks)
     except Exception as error:  # the user's collate may raise anything; the other ranks must know
-        failure = error
-    with agreeing():
-        agreement = agree_on_call(wrapper, prepared, failure, lambda: None)
+        failure, prepared = error, None
+    agreement = agree_on_call(wrapper, prepared, failure, lambda: None)
     assert prepared is not None  # else its failure was raised
     prepared, agreement = planner.complete(prepared, agreement, hooks, wrapper)
     gradient.last_plan = with_dummies(prepared.plan, agreement.num_microbatches)

@@ -28,11 +28,10 @@ from megabatch.core.contract import (
 )
 from megabatch.core.error_kinds import agreeing
 from megabatch.core.gradients import separate_gradients
+from megabatch.core.guard import CallGuard, ErrorGuard
 from megabatch.core.update import MISCOUNTED, MULTIPLIED, OpenUpdate, Update, add_terms
 from megabatch.core.wrapper import Wrapper, policies_of_call
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_count
-from megabatch.guards.memory_guard import MemoryGuard
-from megabatch.guards.ownership import Ownership
 from megabatch.loops.backward_count import BackwardCount
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.loss_nodes import (
@@ -183,7 +182,7 @@ def check_first(gradient: Any, wrapper: Wrapper, index: int) -> None:
 
 
 def open_loop(
-    wrapper: Wrapper, ownership: Ownership, guard: MemoryGuard, policy: str,
+    wrapper: Wrapper, watch: CallGuard, errors: ErrorGuard, policy: str,
     request: LoopRequest | None, failure: MegabatchError | None,
 ) -> "LoopUpdate":  # fmt: skip
     """Return a new update of `microbatch`, on which the ranks have agreed."""
@@ -196,19 +195,19 @@ def open_loop(
         failure = failure or error
     with agreeing():
         request, agreement = agree_on_loop(wrapper, request, failure)
-    return LoopUpdate(wrapper, ownership, guard, policy, request, agreement)
+    return LoopUpdate(wrapper, watch, errors, policy, request, agreement)
 
 
 class LoopUpdate(OpenUpdate):
     """An update whose microbatches a loop of the user's runs, in the order of their index."""
 
     def __init__(
-        self, wrapper: Wrapper, ownership: Ownership, guard: MemoryGuard, policy: str,
+        self, wrapper: Wrapper, watch: CallGuard, errors: ErrorGuard, policy: str,
         request: LoopRequest, agreement: LoopAgreement,
     ) -> None:  # fmt: skip
         super().__init__(wrapper)
         self.divisor, self.of = agreement.divisor, agreement.of
-        self.wrapper, self._ownership, self._guard = wrapper, ownership, guard
+        self.wrapper, self._watch, self._errors = wrapper, watch, errors
         self._policies = policies_of_call(policy, self.of)
         self._scaler: torch.amp.GradScaler | None = None
         self._scaler_state: tuple[Any, ...] = ()
@@ -260,7 +259,7 @@ class LoopUpdate(OpenUpdate):
 
     def hear_errors(self) -> None:
         """Raise the error of another rank whose loop has failed, instead of waiting for it."""
-        self._guard.check()
+        self._errors.check()
 
     @contextlib.contextmanager
     def run(self, index: int, request: LoopRequest) -> Generator["LoopMicrobatch"]:
@@ -273,10 +272,10 @@ class LoopUpdate(OpenUpdate):
             )
         if index and (request.weight.kind == DIVIDED) != self._is_divided:
             raise MegabatchError("divided= changed within an update; give the same until finalize()")
-        self._ownership.check()
+        self._watch.check()
         wrapper.check_unchanged()
         # A wrapper may free gradients in its backward.
-        self._ownership.enter(is_new=index == 0)
+        self._watch.enter(is_new=index == 0)
         weight = request.weight
         if weight.kind is None and self._update_weight is not None:
             # The first microbatch has said that losses are sums.
@@ -340,7 +339,7 @@ class LoopUpdate(OpenUpdate):
         if not self._all_have_gradients:
             separate_gradients(self.wrapper.accumulating)
             self._all_have_gradients = all(parameter.grad is not None for parameter in self.wrapper.accumulating)
-        self._ownership.leave(self.total_factor)
+        self._watch.leave(self.total_factor)
 
     def divide_by(self, divisor: float) -> None:
         """Set the divisor of a single term, before its first microbatch. `close` corrects it to the weight."""

@@ -34,6 +34,7 @@ from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
 from megabatch.wrappers.detect import wrapper_of_one
 from megabatch.wrappers.multi_model import MultiModelWrapper
+from megabatch.wrappers.rank_sums import SummedWrapper
 
 MOST_STEPS = 4  # schedule steps of a call
 KEPT_SCHEDULES = 2 * MOST_STEPS  # each keeps buffers for everything that its step sends from stage to stage
@@ -201,7 +202,7 @@ class Pipeline(SelfWrapped):
             refuse_foreign(stage)
             refuse_unknown(stage)
             check_dtensors(stage)
-        return PipelineWrapper(self, [Wrapper(stage, DataRanks()) for stage in self.stages])
+        return PipelineWrapper(self, [SummedWrapper(stage, DataRanks()) for stage in self.stages])
 
     def step(
         self, inputs: Sequence[Inputs], loss: Loss, device: torch.device, *, backward: bool, reduces: bool = True

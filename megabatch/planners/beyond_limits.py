@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from megabatch.core.accumulator import Parts
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.extension import Extension
 from megabatch.core.gradients import WideGradients
@@ -13,7 +14,7 @@ from megabatch.core.samples import Batching
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError, require_count
-from megabatch.planners.built_in import BuiltIn, Parts, Rows, Tokens
+from megabatch.planners.built_in import BuiltIn, Rows, Tokens
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel
 from megabatch.planning.planner import Planner

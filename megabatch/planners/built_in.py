@@ -1,10 +1,11 @@
 """Planners to choose from. An accumulator reads its own once, when it is made: no call asks which one it is."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from megabatch.core.accumulator import Parts
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.extension import Extension
 from megabatch.core.gradients import WideGradients
@@ -28,15 +29,6 @@ MOVED = {  # argument of earlier versions, of the trainer or of a batching → w
     "same_bits": "planner=SameBits(Tokens(8192)), in place of the limit too",
     "shapes": "planner=Shapes(4, Tokens(8192)), in place of the limit too",
 }
-
-
-class Parts(NamedTuple):
-    """The parts of an accumulator for which a planner may have extensions."""
-
-    model: Any
-    wrapper: Wrapper
-    wide: WideGradients
-    planner: MicrobatchPlanner
 
 
 class BuiltIn:

@@ -39,10 +39,6 @@ class RulePlanner(MicrobatchPlanner):
     rule: Planner | None = None
     fills_up: ClassVar[bool] = False  # the rule decides which samples are together
 
-    @property
-    def is_auto(self) -> bool:
-        return False
-
     def is_repeatable(self, hooks: LossHooks) -> bool:
         """Return False: the rule may draw random numbers."""
         return False

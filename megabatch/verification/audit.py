@@ -301,8 +301,8 @@ class _Recorder:
         if has_compiled(module):
             self._is_compiled = True
             return  # a hook inside would break the compiled graph
-        if "megabatch.accumulator" in sys.modules:
-            self._watch_accumulators(sys.modules["megabatch.accumulator"].GradientAccumulator)
+        if "megabatch.gradient_accumulator" in sys.modules:
+            self._watch_accumulators(sys.modules["megabatch.gradient_accumulator"].GradientAccumulator)
             return  # megabatch.losses leaves out the logits where no hook sees them
         for submodule in module.modules():
             head = _head_of(submodule)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.deferred import Deferred
 from megabatch.batching.packed_row import OneRow
 from megabatch.core import random_state
@@ -29,6 +28,7 @@ from megabatch.core.samples import Batch, Microbatch, Samples
 from megabatch.core.tree import clone
 from megabatch.core.update import add_terms
 from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.gradient_accumulator import GradientAccumulator
 from megabatch.inspection.loss_graph import graph_leaves
 from megabatch.planners.beyond_limits import Shapes
 from megabatch.planners.built_in import BuiltIn, Rows, Tokens
@@ -128,7 +128,7 @@ class GradientComparison:
         limits = [self.first, *(limit for limit in sizes.values() if limit != self.first)]
         sync = self.options.get("sync", "auto")
         with catch_causes():
-            wrapper = self._make_accumulator(self.first, sync)._wrapper  # pyright: ignore[reportPrivateUsage]
+            wrapper = self._make_accumulator(self.first, sync).wrapper
             policies = {choose_policy(wrapper, sync)[0]: sync}
         for policy in POLICIES if sync == "auto" else ():
             with contextlib.suppress(PlanError):

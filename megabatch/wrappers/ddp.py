@@ -31,7 +31,7 @@ from megabatch.torch_private.ddp_reducer import (
 )
 from megabatch.torch_private.operations import is_fake
 from megabatch.torch_private.process_groups import num_begun
-from megabatch.wrappers.rank_sums import zeros_of
+from megabatch.wrappers.rank_sums import sum_gradients, zeros_of
 
 # torch's own hooks that average over the ranks as DDP does. The float16 hook is left out: a loss that is divided by its
 # weight has small gradients, which float16 rounds to zero.
@@ -193,7 +193,8 @@ class DDPWrapper(Wrapper):
     def finish_update(self) -> None:
         """Sum the gradients that DDP has not reduced, being wider than its buckets or held back."""
         if self._is_local or self.is_held:
-            super().finish_update()
+            with torch.no_grad():
+                sum_gradients(self.parameters, self.ranks, self._wide)
             broadcast_buffers(self.ddp)  # which no_sync leaves as they are
         self.release_reduction()
 

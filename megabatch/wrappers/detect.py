@@ -99,7 +99,13 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
         return fsdp2.FSDP2Wrapper(model, modules, _ranks(groups, mesh, _root(own)))
     refuse_unknown(wrapper)
     check_dtensors(wrapper)
-    return Wrapper(model, _plain_ranks(wrapper, mesh))
+    ranks = _plain_ranks(wrapper, mesh)
+    # Tensor parallelism leaves parts of sums in DTensors, on one data rank too.
+    if ranks.is_alone and not any(map(is_dtensor, model.parameters())):
+        return Wrapper(model, ranks)
+    from megabatch.wrappers.rank_sums import SummedWrapper
+
+    return SummedWrapper(model, ranks)
 
 
 def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:

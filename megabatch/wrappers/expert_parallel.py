@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.core.gradients import WideGradients
 from megabatch.core.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
-from megabatch.core.wrapper import END, Choice, Wrapper, local, stranding
+from megabatch.core.wrapper import Choice, Wrapper, local, stranding
 from megabatch.errors import PlanError
 from megabatch.inspection.model_facts import with_config
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1
@@ -30,6 +30,7 @@ from megabatch.torch_private.module_members import has_compiled
 from megabatch.torch_private.operations import TorchDispatchMode, pytree
 from megabatch.torch_private.process_groups import group_named, is_boxed_group, root_mesh
 from megabatch.wrappers.checks import find_dispatches, refuse_unknown
+from megabatch.wrappers.collective_order import END, OrderedWrapper
 from megabatch.wrappers.exact_gradients import ExactGradients
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
 from megabatch.wrappers.rank_agreement import checksum
@@ -43,7 +44,7 @@ CAPACITIES = (
 )  # fmt: skip
 
 
-class ExpertParallelWrapper(Wrapper):
+class ExpertParallelWrapper(OrderedWrapper):
     """Experts on ranks of their own in a model without a wrapper: both kinds of gradients are summed once per update.
 
     Raises `PlanError` on all ranks if ranks that hold the same experts begin with other weights.

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from megabatch.core.gradients import WideGradients, refuse_float16
 from megabatch.core.mesh import DataRanks
-from megabatch.core.wrapper import END, Choice, Wrapper
+from megabatch.core.wrapper import Choice
 from megabatch.errors import PlanError
 from megabatch.torch_private.fsdp1_handles import (
     drop_flat_gradient,
@@ -24,9 +24,10 @@ from megabatch.torch_private.fsdp1_handles import (
     reshard_flat,
     summing_flat,
 )
+from megabatch.wrappers.collective_order import END, OrderedWrapper
 
 
-class FSDP1Wrapper(Wrapper):
+class FSDP1Wrapper(OrderedWrapper):
     """Reduces increments as FSDP2 does. FSDP1 averages by itself, and sums in the microbatches of this wrapper.
 
     Without shards it reduces the whole gradient each time, with what earlier reductions have left in it. A mean of

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megabatch.core.gradients import WideGradients, refuse_float16
 from megabatch.core.mesh import DataRanks
-from megabatch.core.wrapper import CHANGED, END, Choice, Wrapper, stranding
+from megabatch.core.wrapper import CHANGED, Choice, stranding
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private.fsdp2_groups import (
     adopt_parameters,
@@ -36,6 +36,7 @@ from megabatch.torch_private.fsdp2_groups import (
     unsharded_parameters,
 )
 from megabatch.torch_private.versions import check_feature
+from megabatch.wrappers.collective_order import END, OrderedWrapper
 
 UNREDUCED = (
     "FSDP2 left gradients unreduced, since the loss did not go through the module that fully_shard was given last; "
@@ -43,7 +44,7 @@ UNREDUCED = (
 )
 
 
-class FSDP2Wrapper(Wrapper):
+class FSDP2Wrapper(OrderedWrapper):
     """Reduce-scatters where parameters are sharded, all-reduces where they are replicated."""
 
     kind_name = "FSDP2 without replicas"

@@ -6,12 +6,13 @@ from collections.abc import Generator, Sequence
 from torch import nn
 
 from megabatch.core.gradients import WideGradients
-from megabatch.core.wrapper import CHANGED, Choice, CollectiveOrder, Wrapper, trainable
+from megabatch.core.wrapper import CHANGED, Choice, Wrapper, trainable
 from megabatch.errors import PlanError
+from megabatch.wrappers.collective_order import CollectiveOrder, OrderedWrapper
 from megabatch.wrappers.ddp import DDPWrapper, noting_launches
 
 
-class MultiModelWrapper(Wrapper):
+class MultiModelWrapper(OrderedWrapper):
     """Passes each operation on to the wrapper of each model in a list."""
 
     kind_name = "several models"
@@ -40,8 +41,10 @@ class MultiModelWrapper(Wrapper):
         # Their buckets are launched in the order of the backward over all models.
         self._ddps = [each.ddp for each in wrappers if isinstance(each, DDPWrapper)]
         self.collective_order, self.index = CollectiveOrder(), 0
-        for index, wrapper in enumerate(wrappers):  # one hash, since the order between models matters too
-            wrapper.collective_order, wrapper.index = self.collective_order, index
+        # One hash, since the order between models matters too.
+        for index, wrapper in enumerate(wrappers):
+            if isinstance(wrapper, OrderedWrapper):
+                wrapper.collective_order, wrapper.index = self.collective_order, index
 
     def accumulate_in(self, wide: WideGradients) -> None:
         for wrapper in self.wrappers:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megabatch.core.gradients import WideGradients
 from megabatch.core.mesh import DataRanks
-from megabatch.core.wrapper import local
+from megabatch.core.wrapper import Wrapper, local
 from megabatch.torch_private.classes import is_dtensor, is_partial
 
 BUCKET_BYTES = 25 * 2**20  # of gradients that are summed together, as in DDP
@@ -112,3 +112,12 @@ def sum_gradients(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide: Wi
     gradients = [local(parameter.grad) for parameter in replicated if parameter.grad is not None]
     for group in ranks.groups:
         sum_over_ranks(gradients, group)
+
+
+class SummedWrapper(Wrapper):
+    """Sums the whole gradient of a model without a wrapper in `finish_update`."""
+
+    def finish_update(self) -> None:
+        """Sum the gradients over ranks, after the last call of an update."""
+        with torch.no_grad():
+            sum_gradients(self.parameters, self.ranks, self._wide)

@@ -37,16 +37,19 @@ LIBRARY = Path(megabatch.__file__).parent
 RESULT = Path(__file__).with_name("result.json")
 LONGEST_FIRST, AT_ONCE = (4, 3, 8, 2, 1), 2  # world sizes
 SOURCES = (  # the library files that decide the numbers
-    "accumulator.py",
+    "gradient_accumulator.py",
     "experts.py",
     "batching/context_parallel.py",
     "planning/stretches.py",
     "pipeline/pad_to_shape.py",
+    "core/accumulator.py",
     "core/agreement.py",
     "core/call.py",
     "losses/coupled_loss.py",
+    "guards/call_watch.py",
     "guards/divided_loss.py",
     "core/divisors.py",
+    "core/guard.py",
     "core/random_state.py",
     "core/update.py",
     "pipeline/run.py",
@@ -56,6 +59,7 @@ SOURCES = (  # the library files that decide the numbers
     "batching/stretch_planner.py",
     "core/wrapper.py",
     "wrappers/checks.py",
+    "wrappers/collective_order.py",
     "wrappers/ddp.py",
     "wrappers/detect.py",
     "wrappers/exact_gradients.py",

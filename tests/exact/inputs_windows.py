@@ -358,7 +358,7 @@ def opened_twice(user: User) -> None:
 def opened_twice_on_one_rank(user: User) -> None:
     accumulator = user.accumulator(regressor())
     if user.rank == 0:
-        accumulator._begin(accumulator._new_update(accumulator._wrapper))  # as a call on this rank alone does
+        accumulator.begin(accumulator._new_update(accumulator.wrapper))  # as a call on this rank alone does
     accumulator.open()
 
 

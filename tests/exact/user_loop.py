@@ -123,7 +123,7 @@ def lost_job(name: str) -> list[str]:
                     raise ValueError("of one rank")
                 part.scale(jobs.squares(model, jobs.batch(jobs.ROWS))[0]).backward()
         if fails:
-            default_store().wait([gradient._guard._key(TOLD)])
+            default_store().wait([gradient.error_guard._key(TOLD)])
         gradient.finalize()
 
     for fails in (True, False):

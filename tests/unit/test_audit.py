@@ -489,7 +489,7 @@ def test_a_gradient_that_is_not_finite_is_not_counted() -> None:
 
 
 def test_a_model_is_saved_and_copied_without_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "megabatch.accumulator")  # beside it the head gets no hook
+    monkeypatch.delitem(sys.modules, "megabatch.gradient_accumulator")  # beside it the head gets no hook
     model = Headed()
     with megabatch.audit(model):
         model(samples()[0][None])

@@ -642,7 +642,7 @@ def test_options_are_the_accumulators():
 
 
 PLANTED = {  # in the library, of one process: where, what stands there, what is planted, how it is seen
-    "a gradient that is not scaled": ("megabatch.accumulator.scale_gradients", lambda parameters, factor: None),
+    "a gradient that is not scaled": ("megabatch.core.accumulator.scale_gradients", lambda parameters, factor: None),
     "microbatches that are dropped": (
         "megabatch.core.samples.plan_share",
         lambda *given, plan=plan_module.plan_share: replace(made := plan(*given), microbatches=made.microbatches[:1]),

@@ -1,7 +1,7 @@
 """Methods that were removed, which say for one release what to do instead."""
 
-from megabatch.accumulator import REMOVED
 from megabatch.errors import RemovedAttributeError
+from megabatch.gradient_accumulator import REMOVED
 from tests.unit.failures.table import Failure, accumulator
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, losses, verify
 from megabatch.core.mesh import num_collectives
-from megabatch.core.wrapper import MAX_COMPARED_CALLS
+from megabatch.wrappers.collective_order import MAX_COMPARED_CALLS
 from tests.unit.failures import auto, expert_parallel, padded, stretches, user_loop
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
 from tests.unit.failures.wrappers import fsdp1
@@ -261,7 +261,7 @@ class Branches(nn.Module):
 def in_a_later_call(models: Any, **given: Any) -> GradientAccumulator:
     """An accumulator whose ranks no longer compare each collective of a new loss, but their hash in `finalize`."""
     gradient: Any = accumulator(models, **given)
-    gradient._wrapper.collective_order.num_compared_calls = MAX_COMPARED_CALLS
+    gradient.wrapper.collective_order.num_compared_calls = MAX_COMPARED_CALLS
     return gradient
 
 
