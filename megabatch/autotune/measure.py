@@ -21,7 +21,7 @@ from megabatch.core.agreement import first_failure
 from megabatch.core.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned, iterate_steps
 from megabatch.core.contract import LossFunction, loss_hooks, weigh_of
 from megabatch.core.error_kinds import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.core.gradients import WideGradients, drop_gradients, no_float16_autocast
+from megabatch.core.gradients import Gradients, drop_gradients, no_float16_autocast
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
@@ -59,7 +59,7 @@ class LongestSample:
 class MeasuredModel:
     """A model with its wrapper, for measured updates."""
 
-    def __init__(self, model: Any, wrapper: Wrapper, wide: WideGradients) -> None:
+    def __init__(self, model: Any, wrapper: Wrapper, wide: Gradients) -> None:
         self.model, self.wrapper, self.wide = model, wrapper, wide
 
     @property

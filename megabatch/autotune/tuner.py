@@ -20,7 +20,7 @@ from megabatch.core.agreement import REPLAN, first_failure
 from megabatch.core.call import MicrobatchPlanner, PreparedBatch
 from megabatch.core.contract import CoupledLoss, LossFunction
 from megabatch.core.extension import Extension
-from megabatch.core.gradients import WideGradients, drop_gradients
+from megabatch.core.gradients import Gradients, drop_gradients
 from megabatch.core.mesh import DataRanks
 from megabatch.core.samples import Batch, Samples
 from megabatch.core.update import OpenUpdate
@@ -48,7 +48,7 @@ class MicrobatchTuner(Extension):
 
     plans_anew = True
 
-    def __init__(self, model: Any, wrapper: Wrapper, wide: WideGradients, memory_bytes: float | None) -> None:
+    def __init__(self, model: Any, wrapper: Wrapper, wide: Gradients, memory_bytes: float | None) -> None:
         self.wrapper, self._memory_bytes = wrapper, memory_bytes
         self._optimizer: Any = None  # for whose states a measurement leaves room
         self._subject = MeasuredModel(model, wrapper, wide)

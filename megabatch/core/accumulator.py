@@ -19,10 +19,10 @@ from megabatch.core.call import (
     with_dummies,
 )
 from megabatch.core.contract import CoupledLoss, LossFunction, LossHooks, Term, loss_hooks, takes_divisor
-from megabatch.core.error_kinds import agreeing, mark_known
+from megabatch.core.error_kinds import mark_known
 from megabatch.core.extension import Call, Extension, Extensions
 from megabatch.core.gradients import (
-    WideGradients,
+    Gradients,
     clip_gradients,
     drop_gradients,
     no_float16_autocast,
@@ -49,7 +49,7 @@ class Parts:
     model: Any  # what a loss gets
     wrapper: Wrapper
     planner: MicrobatchPlanner
-    wide: WideGradients
+    wide: Gradients
     call_guard: CallGuard
     error_guard: ErrorGuard
     new_update: type[OpenUpdate] = OpenUpdate
@@ -126,7 +126,7 @@ class Accumulator:
         self.ranks.position.verb = "open()"
         from megabatch.core.agreement import agree_on_weights
 
-        with self.guarded("open()"):
+        with self.guarded("open()"), self.error_guard.agreeing():
             told = agree_on_weights(self.ranks, weights, failure)
         self.planner.check_told(told)
         opened = self.begin(self._new_update(self.wrapper))
@@ -409,7 +409,7 @@ class Accumulator:
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
         """Close an update: reduce its gradient, then apply the missing factor and the clip."""
-        with agreeing():
+        with self.error_guard.agreeing():
             update, factor = opened.close(weight, max_norm)
         parameters, groups = self.wrapper.parameters, self.wrapper.norm_groups
         # No weight on any rank: zeros would still let momentum and weight decay move the parameters.

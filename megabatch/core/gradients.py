@@ -4,14 +4,12 @@ float16 is refused.
 """
 
 import contextlib
-import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from megabatch.core.contract import accumulation_dtype
 from megabatch.errors import PlanError
@@ -22,63 +20,24 @@ CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
 
 
-class WideGradients:
-    """Adds gradients in a wider dtype than the parameters', and rounds them for the optimizer at the end.
+class Gradients:
+    """The gradients of an update in the parameters' dtypes. Subclasses add them up otherwise."""
 
-    Between `begin` and `finish` every ``p.grad`` has that dtype. The first backward of a parameter creates a gradient
-    in the parameter's dtype, which is widened and freed. Later backwards add to the wide gradient in place. FSDP2
-    returns its reduced gradients in the wide dtype directly. Without a parameter to widen, nothing happens.
-
-    Args:
-        parameters: The trained parameters, plain or shards of FSDP2.
-        dtype: The dtype to add in. None uses each parameter's own.
-
-    Raises `PlanError` for a dtype that is coarser than a parameter's.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
-        self._widened = [each for each in parameters if dtype is not None and each.dtype != dtype]
-        self._hooks: list[RemovableHandle] = []
-        refuse_float16([("accumulate_dtype", dtype)])
-        for parameter in self._widened:
-            _require_wider(dtype, parameter.dtype)
-
-    @property
-    def widens(self) -> bool:
-        """True if there is any gradient to widen."""
-        return bool(self._widened)
+    dtype: torch.dtype | None = None  # of all gradients while an update is open; None is each parameter's own
+    widens = False  # True if gradients have another dtype than their parameters
 
     def begin(self) -> None:
-        """Start to widen, before the first microbatch of an update, when every old ``p.grad`` is None."""
-        self.discard()
-        method = weakref.WeakMethod(self._widen)
-
-        def widen(parameter: Tensor) -> None:
-            if (alive := method()) is not None:  # a deleted accumulator widens nothing
-                alive(parameter)
-
-        for parameter in self._widened:
-            # None accepts any dtype. This stays after the update; a dtype here would be wrong after model.float().
-            cast(Any, parameter).grad_dtype = None
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(widen))
+        """Prepare for the first microbatch of an update, when every old ``p.grad`` is None."""
 
     def finish(self) -> None:
-        """Round every ``p.grad`` to the parameter's dtype, once, when the gradients are complete."""
-        self.discard()
-        for parameter in self._widened:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(parameter.dtype)
+        """Give every ``p.grad`` its parameter's dtype, when the gradients are complete."""
 
     def discard(self) -> None:
-        """Remove the hooks, after an update that was finished or abandoned."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Undo `begin`, after an update that was finished or abandoned."""
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the parameter's gradient while an update is open."""
-        return parameter.dtype if self.dtype is None else self.dtype
+        return parameter.dtype
 
     def norm(
         self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup],
@@ -86,10 +45,6 @@ class WideGradients:
     ) -> Tensor:  # fmt: skip
         """Return the 2-norm of the gradients, see `total_norm`."""
         return total_norm(parameters, groups, uncounted)
-
-    def _widen(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and parameter.grad.dtype != self.dtype:
-            parameter.grad = parameter.grad.to(self.dtype)
 
 
 def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
@@ -115,13 +70,6 @@ def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _require_wider(dtype: torch.dtype | None, own: torch.dtype) -> None:
-    if dtype is None or not dtype.is_floating_point or torch.finfo(dtype).eps > torch.finfo(own).eps:
-        raise PlanError(
-            f"accumulate_dtype is {dtype}, coarser than parameters in {own}; leave it out, or give a finer one"
-        )
 
 
 def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:

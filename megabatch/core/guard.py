@@ -58,5 +58,9 @@ class ErrorGuard:
         """Surround code of the user's, whose errors stay as they are on one rank."""
         return contextlib.nullcontext()
 
+    def agreeing(self) -> contextlib.AbstractContextManager[None]:
+        """Surround an exchange between ranks, of which there is one."""
+        return contextlib.nullcontext()
+
     def check(self) -> None:
         """Raise the error of another rank that has told it by now."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch.core.gradients import WideGradients, refuse_float16
+from megabatch.core.gradients import Gradients, refuse_float16
 from megabatch.core.mesh import DataRanks
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private.autograd import (
@@ -62,7 +62,7 @@ class Wrapper:
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.device = next(model.parameters()).device  # where the model expects its inputs
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks with further parts of the gradient, not in a DTensor
-        self._wide = WideGradients(self.parameters, None)
+        self._wide = Gradients()
         self._model = model
         # Of the last walk over the model: its dicts of parameters and children, what is in them, and all parameters.
         self._empty_dicts: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ class Wrapper:
         self.models = [model]  # the models that the loss calls
         refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
 
-    def accumulate_in(self, wide: WideGradients) -> None:
+    def accumulate_in(self, wide: Gradients) -> None:
         """Add gradients in a wider dtype. Raises `PlanError` if the wrapper would round them before."""
         self._wide = wide
 

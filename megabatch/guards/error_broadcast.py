@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from megabatch.core.error_kinds import (
+    agreeing,
     is_known_to_all,
     is_of_message,
     is_out_of_memory,
@@ -99,6 +100,10 @@ class ErrorBroadcast(ErrorGuard):
     def surround_body(self, body: str) -> contextlib.AbstractContextManager[None]:
         """Surround code of the user's: the other ranks are told any error in it."""
         return self.listening(body)
+
+    def agreeing(self) -> contextlib.AbstractContextManager[None]:
+        """Surround an exchange between ranks whose outcome is an error on all of them, or on none."""
+        return agreeing()
 
     def check(self) -> None:
         """Raise the `MegabatchError` of another rank that has told its error by now."""

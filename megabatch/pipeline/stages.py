@@ -20,7 +20,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.core.error_kinds import is_of_message, is_out_of_memory
-from megabatch.core.gradients import WideGradients
+from megabatch.core.gradients import Gradients
 from megabatch.core.mesh import DataRanks, check_axes, is_expert
 from megabatch.core.wrapper import Choice, SelfWrapped, Wrapper
 from megabatch.errors import MegabatchError, PlanError, in_one_line
@@ -386,7 +386,7 @@ class PipelineWrapper(MultiModelWrapper):
 
         return run_schedule(call.loss_fn, call.prepared, call.agreement, self, call.opened)
 
-    def accumulate_in(self, wide: WideGradients) -> None:
+    def accumulate_in(self, wide: Gradients) -> None:
         if wide.widens:
             raise PlanError(
                 f"accumulate_dtype is {wide.dtype}, but a pipeline adds gradients in the parameters' dtype; "

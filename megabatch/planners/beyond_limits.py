@@ -1,15 +1,17 @@
 """Planners that are more than a limit as a number: measured, in few shapes, with the same bits, or a rule of yours."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from megabatch.core.accumulator import Parts
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.extension import Extension
-from megabatch.core.gradients import WideGradients
+from megabatch.core.gradients import Gradients
 from megabatch.core.samples import Batching
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
@@ -139,11 +141,10 @@ class SameBits(_Around):
 
         return SameBitsUpdate
 
-    @property
-    def new_gradients(self) -> type[WideGradients]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def new_gradients(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> Gradients:
         from megabatch.wrappers.exact_gradients import ExactGradients
 
-        return ExactGradients
+        return ExactGradients(parameters, dtype)
 
     def check(self, wrapper: Wrapper, batching: Batching, dtype: torch.dtype | None) -> torch.dtype | None:
         from megabatch.planners.same_bits import check_settings

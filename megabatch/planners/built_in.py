@@ -1,14 +1,16 @@
 """Planners to choose from. An accumulator reads its own once, when it is made: no call asks which one it is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from megabatch.core.accumulator import Parts
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.extension import Extension
-from megabatch.core.gradients import WideGradients
+from megabatch.core.gradients import Gradients
 from megabatch.core.samples import Batching
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
@@ -36,7 +38,6 @@ class BuiltIn:
 
     fit: TunedLimit | None = None
     new_update: type[OpenUpdate] = OpenUpdate
-    new_gradients: type[WideGradients] = WideGradients
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
@@ -60,6 +61,14 @@ class BuiltIn:
     def check(self, wrapper: Wrapper, batching: Batching, dtype: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype in which gradients are added. Raises `PlanError` for what the planner does not go with."""
         return dtype
+
+    def new_gradients(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> Gradients:
+        """Return what adds up gradients in a dtype; None is that of each parameter."""
+        if dtype is None:
+            return Gradients()
+        from megabatch.wrappers.wide_gradients import WideGradients
+
+        return WideGradients(parameters, dtype)
 
     def new_planner(self, usual: Any) -> Any:
         """Return what makes the planner of calls, in place of the ``usual`` one."""

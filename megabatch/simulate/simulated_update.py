@@ -33,7 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.pipelining import PipelineStage
 
 from megabatch.core.contract import CoupledLoss, LossFunction, differentiable, terms_of
-from megabatch.core.gradients import WideGradients, clip_gradients, drop_gradients
+from megabatch.core.gradients import clip_gradients, drop_gradients
 from megabatch.core.wrapper import Wrapper, local
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
 from megabatch.pipeline.order import (
@@ -70,6 +70,7 @@ from megabatch.torch_private.pipeline_schedules import agreement_of_stages, mess
 from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.rank_agreement import checksum
+from megabatch.wrappers.wide_gradients import WideGradients
 
 NUM_DISTINCT = 2  # microbatches, of which every other one repeats the first backward or the second forward
 REPEATED_FORWARD = "forward 2"  # the phase that stands for forwards that are not run, those without a graph too

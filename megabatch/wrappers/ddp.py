@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.core.gradients import WideGradients
+from megabatch.core.gradients import Gradients
 from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import Choice, Wrapper, stranding
 from megabatch.errors import MegabatchError, PlanError
@@ -62,7 +62,7 @@ class DDPWrapper(Wrapper):
         ddp.register_forward_pre_hook(_noting(self._note_forward))
         ddp.module.register_forward_pre_hook(_noting(self._note_inside))
 
-    def accumulate_in(self, wide: WideGradients) -> None:
+    def accumulate_in(self, wide: Gradients) -> None:
         """Add gradients in a wider dtype. DDP's buckets have the parameters' dtype, so `finish_update` sums here."""
         super().accumulate_in(wide)
         if not wide.widens:

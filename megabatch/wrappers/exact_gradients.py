@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch.core.gradients import WideGradients
 from megabatch.torch_private.classes import is_dtensor
+from megabatch.wrappers.wide_gradients import WideGradients
 
 LEAST = 2.0**-200  # of the largest gradient, whose square float64 must hold
 BITS_OF_NORM = 40  # of a sum of squares

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.core.gradients import WideGradients
+from megabatch.core.gradients import Gradients
 from megabatch.core.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
 from megabatch.core.wrapper import Choice, Wrapper, local, stranding
 from megabatch.errors import PlanError
@@ -60,7 +60,7 @@ class ExpertParallelWrapper(OrderedWrapper):
         self._watch = SummedOutputs(model)
         self._check_replicas(mesh.get_local_rank(EXPERT_AXIS))
 
-    def accumulate_in(self, wide: WideGradients) -> None:
+    def accumulate_in(self, wide: Gradients) -> None:
         refuse_same_bits(wide)
         super().accumulate_in(wide)
 
@@ -144,7 +144,7 @@ class ExpertParallelFSDP2(FSDP2Wrapper):
         self.kind_name = f"{self.kind_name} and expert parallelism"
         self._watch = SummedOutputs(model)
 
-    def accumulate_in(self, wide: WideGradients) -> None:
+    def accumulate_in(self, wide: Gradients) -> None:
         refuse_same_bits(wide)
         super().accumulate_in(wide)
 
@@ -239,7 +239,7 @@ def wrapper_of_experts(model: nn.Module, inner: nn.Module, mesh: DeviceMesh | No
     return ExpertParallelWrapper(model, _plain_mesh(inner, mesh))
 
 
-def refuse_same_bits(wide: WideGradients) -> None:
+def refuse_same_bits(wide: Gradients) -> None:
     """Raise `PlanError` for `SameBits`."""
     if isinstance(wide, ExactGradients):
         raise PlanError(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from megabatch.core.gradients import WideGradients, refuse_float16
+from megabatch.core.gradients import Gradients, refuse_float16
 from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import Choice
 from megabatch.errors import PlanError
@@ -53,7 +53,7 @@ class FSDP1Wrapper(OrderedWrapper):
             self.loss_factor = float(ranks.num_weighing)
         self._check_precision()
 
-    def accumulate_in(self, wide: WideGradients) -> None:
+    def accumulate_in(self, wide: Gradients) -> None:
         if wide.widens:
             raise PlanError(
                 f"accumulate_dtype is {wide.dtype} but FSDP1 accumulates in the parameters' dtype; shard with "

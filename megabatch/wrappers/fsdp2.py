@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch.core.gradients import WideGradients, refuse_float16
+from megabatch.core.gradients import Gradients, refuse_float16
 from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import CHANGED, Choice, stranding
 from megabatch.errors import MegabatchError, PlanError
@@ -70,7 +70,7 @@ class FSDP2Wrapper(OrderedWrapper):
         self._casts = any(fsdp_policy(module).reduce_dtype is not None for module in modules)
         self._refusing_nodes = refuse_backward_to(self.parameters, _refuse_shard) if ranks.num_weighing > 1 else []
 
-    def accumulate_in(self, wide: WideGradients) -> None:
+    def accumulate_in(self, wide: Gradients) -> None:
         check_wide(self._modules, wide, self.parameters)
         super().accumulate_in(wide)
 
@@ -262,15 +262,13 @@ def check_precision(modules: Sequence[Any], trainable: list[nn.Parameter]) -> No
             )
 
 
-def check_wide(modules: Sequence[Any], wide: WideGradients, trainable: list[nn.Parameter]) -> None:
+def check_wide(modules: Sequence[Any], wide: Gradients, trainable: list[nn.Parameter]) -> None:
     """Refuse where FSDP2 would reduce in a coarser dtype than gradients are to be added in."""
     policies = map(fsdp_policy, modules)
     check_reduction(wide, trainable, [policy.reduce_dtype or policy.param_dtype for policy in policies])
 
 
-def check_reduction(
-    wide: WideGradients, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]
-) -> None:
+def check_reduction(wide: Gradients, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]) -> None:
     """Refuse a wrapper that reduces in a coarser dtype than ``wide``. None in ``dtypes`` is the parameter's own."""
     own = [parameter.dtype for parameter in parameters]
     for used in {each or mine for each in dtypes for mine in own} if wide.widens else ():

@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 
 from torch import nn
 
-from megabatch.core.gradients import WideGradients
+from megabatch.core.gradients import Gradients
 from megabatch.core.wrapper import CHANGED, Choice, Wrapper, trainable
 from megabatch.errors import PlanError
 from megabatch.wrappers.collective_order import CollectiveOrder, OrderedWrapper
@@ -46,7 +46,7 @@ class MultiModelWrapper(OrderedWrapper):
             if isinstance(wrapper, OrderedWrapper):
                 wrapper.collective_order, wrapper.index = self.collective_order, index
 
-    def accumulate_in(self, wide: WideGradients) -> None:
+    def accumulate_in(self, wide: Gradients) -> None:
         for wrapper in self.wrappers:
             wrapper.accumulate_in(wide)
         self._follow()

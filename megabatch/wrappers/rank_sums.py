@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch.core.gradients import WideGradients
+from megabatch.core.gradients import Gradients
 from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import Wrapper, local
 from megabatch.torch_private.classes import is_dtensor, is_partial
@@ -91,7 +91,7 @@ def _replicated(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def agree_on_layouts(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide: WideGradients) -> None:
+def agree_on_layouts(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide: Gradients) -> None:
     """Give all ranks gradients of one layout: zeros if only other ranks have one, dense if layouts differ."""
     if ranks.num_weighing == 1:
         return
@@ -105,7 +105,7 @@ def agree_on_layouts(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide:
             parameter.grad = parameter.grad.to_dense()
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide: WideGradients) -> None:
+def sum_gradients(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide: Gradients) -> None:
     """Sum the gradients of an update over ranks."""
     agree_on_layouts(parameters, ranks, wide)
     replicated = map(_replicated, parameters)
