@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megabatch.core.contract import accumulation_dtype
 from megabatch.errors import PlanError
-from megabatch.torch_private.autograd import multiply_all
 from megabatch.torch_private.classes import is_dtensor
+from megabatch.torch_private.foreach import multiply_all
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"

@@ -152,8 +152,6 @@ class DataRanks:
         This takes one message between devices. On the CPU it raises `MegabatchError` if ranks are in different calls.
         On a device the host does not wait, so it sends its position, and the first message of another call raises.
         """
-        if self._messages is None:
-            return numbers[None]
         if numbers.device.type != "cpu":
             self.send_position()
             return self.gather_on_device(numbers)

@@ -319,7 +319,8 @@ class OpenUpdate:
         rest = f"{own} {weight} {max_norm} {self._divisors.told} {self._is_held}"
         rest += f" {self._wrapper.collectives_digest}"
         rest += repr(self._ranks.position)  # which only the CPU compares by itself
-        rows = self._ranks.gather_report(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
+        report = self._report(names, rest)
+        rows = report[None] if self._ranks.is_alone else self._ranks.gather_report(report)  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         totals, weights = self.sums_over_ranks(names, totals, weights)
         if weight is not None:

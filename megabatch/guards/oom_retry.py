@@ -23,7 +23,7 @@ from megabatch.core.wrapper import local
 from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
 from megabatch.guards.receipts import Receipt
 from megabatch.inspection.loss_graph import find_functions_beside, graph_leaves
-from megabatch.planning.plan import split_in_halves
+from megabatch.planning.plan_numbers import split_in_halves
 from megabatch.torch_private.autograd import count_writes
 
 AGAIN = "so that it cannot run again in parts"

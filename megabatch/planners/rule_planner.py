@@ -8,7 +8,8 @@ from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.contract import LossHooks
 from megabatch.core.samples import STOPPED, Samples
 from megabatch.errors import PlanError
-from megabatch.planning.plan import Plan, split_in_halves
+from megabatch.planning.plan import Plan
+from megabatch.planning.plan_numbers import split_in_halves
 from megabatch.planning.planner import Planner
 
 

@@ -71,6 +71,7 @@ SOURCES = (  # the library files that decide the numbers
     "wrappers/multi_model.py",
     "wrappers/rank_agreement.py",
     "wrappers/rank_sums.py",
+    "wrappers/wide_gradients.py",
 )
 VERSIONS = {
     "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
