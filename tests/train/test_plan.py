@@ -122,6 +122,16 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+def named_recipe(recipe: Path, size: dict[str, Any]) -> Path:
+    """A recipe of the same model with other sizes, which it names. The folder has no weights."""
+    keys = tomllib.loads(recipe.read_text())
+    LlamaConfig(**{**keys["model"].pop("config"), **size}).save_pretrained(recipe.parent / "base")
+    keys["model"] = {"name": str(recipe.parent / "base"), "tokenizer": "bytes"}
+    named = recipe.with_name("named.toml")
+    named.write_text(tomli_w.dumps(keys))
+    return named
+
+
 def arguments(world: int = 1, **values: Any) -> list[str]:
     return ["--world", str(world), *(f"--{key.replace('__', '.')}={value}" for key, value in values.items())]
 
@@ -1083,7 +1093,11 @@ FROZEN: dict[str, tuple[int, dict[str, Any]]] = {
 def test_what_is_frozen_costs_no_gradient(recipe: Path, name: str) -> None:
     """Neither in a run, which must agree with the closed form, nor in what is sent."""
     world, values = FROZEN[name]
-    values = {**values, "model__config__num_hidden_layers": 2, "model__config__hidden_size": 128}
+    size = {"num_hidden_layers": 2, "hidden_size": 128}
+    if "model__quantize" in values:
+        recipe = named_recipe(recipe, size)
+    else:
+        values = {**values, **{f"model__config__{key}": value for key, value in size.items()}}
     lora = {"model__lora__r": 4, "model__lora__target_modules": ["q_proj", "v_proj"]} if "adapters" in name else {}
     what, rows = subject(recipe, world, **values, **lora), planned(recipe, world, **values, **lora)
     runs = [row for row in rows if row.by == SIMULATION]

@@ -1,7 +1,6 @@
 """A base in four bits: the gradient of its adapters is plain torch's on the numbers that the bits stand for."""
 
 import copy
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -26,7 +26,7 @@ from megabatch.train.model.build import build
 from megabatch.train.model.frozen import check_same_bits, dequantize, four_bits, stored
 from megabatch.train.runtime.ranks import Ranks
 from tests.comm.counting import Collectives
-from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, lora_recipe, saved_base
+from tests.train.adapter_jobs import GPT2, LORA, OF_GPT2, SAMPLES, lora_recipe, saved_base
 from tests.train.conftest import Bench, timeless
 from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import FAMILIES, LLAMA
@@ -37,13 +37,20 @@ from tests.unit.failures.table import line_of
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}  # blocks of numbers end within its rows, and at them
 
 
-def four_bit_recipe(layout: str | None = None, **model: Any) -> Config:
-    return lora_recipe(layout, **{"config": WIDE, "quantize": "nf4", "dtype": "float32", **model})
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the weights of a Llama."""
+    return saved_base(WIDE, tmp_path_factory.mktemp("base"))
 
 
-def on_ddp(ranks: Ranks) -> dict[str, Any]:
+def four_bit_recipe(base: Path, layout: str | None = None, **model: Any) -> Config:
+    keys = {"name": str(base), "tokenizer": "bytes", "quantize": "nf4", "dtype": "float32", **model}
+    return lora_recipe(layout, **keys)
+
+
+def on_ddp(ranks: Ranks, base: Path) -> dict[str, Any]:
     """The gradient of an update, its collectives, and what was said of the model."""
-    config = four_bit_recipe("ddp")
+    config = four_bit_recipe(base, "ddp")
     parallel_model = build(config, replace(ranks, layout=layout_of(config.parallel, ranks.size)), SILENT, None, None)
     stir(parallel_model.base, seed=1)
     gradient = GradientAccumulator(parallel_model.model, micro_batch_size=1)
@@ -76,36 +83,19 @@ def said_of_other_scales(model: nn.Module, ranks: Ranks) -> str | None:
     return None
 
 
-with_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason='needs bitsandbytes: pip install "megabatch[qlora]"'
-)
 KINDS = {
     "nf4": {"quantize": "nf4"},
     "nf4, plain scales": {"quantize": "nf4", "double_quantization": False},
     "fp4": {"quantize": "fp4"},
 }
 BATCH = [{"input_ids": ids, "labels": ids} for ids in SAMPLES]
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "other layers": (
-        {"config": GPT2},
-        "model.quantize is 'nf4' and the layers of a GPT2LMHeadModel are not torch's linear ones; leave quantize out",
-    ),
-    "an odd width": (
-        {"config": {**LLAMA, "intermediate_size": 25}},
-        "model.quantize is 'nf4' and model.layers.0.mlp.down_proj has an odd number of inputs, two of which go into a ",
-    ),
-    "a module trained whole": (
-        {"lora": {**LORA, "modules_to_save": ["up_proj"]}},
-        "model.lora.modules_to_save has 'model.layers.0.mlp.up_proj', which is in four bits; leave it out there",
-    ),
-}
 
 
-def built(**model: Any) -> Any:
+def built(base: Path, **model: Any) -> Any:
     """The recipe's model, its adapters stirred."""
-    base = build(four_bit_recipe(**model), ALONE, SILENT, None, None).base
-    stir(base, seed=1)
-    return base
+    adapted = build(four_bit_recipe(base, **model), ALONE, SILENT, None, None).base
+    stir(adapted, seed=1)
+    return adapted
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -122,15 +112,15 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: 
         assert float((found[name] - value).norm()) <= rtol * float(value.norm()), name
 
 
-@with_bitsandbytes
 @pytest.mark.parametrize(
-    ("kind", "family"), [("nf4", "llama"), ("nf4, plain scales", "tied llama"), ("fp4", "gpt_neox")]
+    ("kind", "family"), [("nf4", "llama"), ("nf4", "odd"), ("nf4, plain scales", "tied llama"), ("fp4", "gpt_neox")]
 )
-def test_the_gradient_is_the_uncut_one_of_the_same_layers(kind: str, family: str) -> None:
+def test_the_gradient_is_the_uncut_one_of_the_same_layers(kind: str, family: str, tmp_path: Path) -> None:
     """It is that of torch's layers of the numbers that the bits stand for; a cut changes the rounding alone."""
+    config = {"llama": WIDE, "odd": {**WIDE, "intermediate_size": 95}, **FAMILIES}[family]
     targets = ["query_key_value", "dense"] if family == "gpt_neox" else LORA["target_modules"]
     lora = {**LORA, "target_modules": targets, "bias": "all"}
-    model = built(**KINDS[kind], config=WIDE if family == "llama" else FAMILIES[family], lora=lora)
+    model = built(saved_base(config, tmp_path / "base"), **KINDS[kind], lora=lora)
     expected = gradients_of(model)
     assert all(value.any() for value in expected.values())
     assert_near(gradients_of(plain(model)), expected, rtol=1e-6)
@@ -142,33 +132,30 @@ def test_the_gradient_is_the_uncut_one_of_the_same_layers(kind: str, family: str
         model.zero_grad()
 
 
-@with_bitsandbytes
-def test_verify_proves_it_on_the_numbers_that_the_bits_stand_for() -> None:
-    found = verify(plain(built(dtype="bfloat16")), losses.next_token, BATCH)
+def test_verify_proves_it_on_the_numbers_that_the_bits_stand_for(base: Path) -> None:
+    found = verify(plain(built(base, dtype="bfloat16")), losses.next_token, BATCH)
     assert found.ok, str(found)
     assert found.worst <= 1e-12
     assert len(found.errors) == 12
 
 
-@with_bitsandbytes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
-def test_recomputed_it_is_the_same_and_in_autocast_it_is_near(dtype: str) -> None:
-    model = built(dtype=dtype)
+def test_recomputed_it_is_the_same_and_in_autocast_it_is_near(base: Path, dtype: str) -> None:
+    model = built(base, dtype=dtype)
     expected = gradients_of(model)
-    recomputed = gradients_of(built(dtype=dtype, activation_checkpointing=True))
+    recomputed = gradients_of(built(base, dtype=dtype, activation_checkpointing=True))
     assert all(torch.equal(recomputed[name], value) for name, value in expected.items())
     if dtype == "float32":
-        mixed = built(dtype=dtype, compute_dtype="bfloat16")
+        mixed = built(base, dtype=dtype, compute_dtype="bfloat16")
         with torch.autocast("cpu", torch.bfloat16):
             assert_near(gradients_of(mixed), expected, rtol=0.1)
 
 
-@with_bitsandbytes
-def test_what_was_evaluated_is_trained_on_as_before() -> None:
+def test_what_was_evaluated_is_trained_on_as_before(base: Path) -> None:
     """bitsandbytes' own layer packs its weights in eval() on some processors, and then has no backward."""
     for dtype in ("float32", "bfloat16"):
-        model = built(dtype=dtype)
+        model = built(base, dtype=dtype)
         before = gradients_of(model)
         with torch.no_grad():
             model.eval()(SAMPLES[1][None])
@@ -176,23 +163,21 @@ def test_what_was_evaluated_is_trained_on_as_before() -> None:
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@with_bitsandbytes
 @pytest.mark.parametrize(("kind", "most"), [("nf4", 0.26), ("nf4, plain scales", 0.29), ("fp4", 0.26)])
-def test_the_base_is_a_quarter_of_bfloat16(kind: str, most: float) -> None:
-    model = built(dtype="bfloat16", **KINDS[kind])
+def test_the_base_is_a_quarter_of_bfloat16(base: Path, kind: str, most: float) -> None:
+    model = built(base, dtype="bfloat16", **KINDS[kind])
     layers = [each for _, each in four_bits(model)]
     assert len(layers) == 14  # all but the head
     num_bytes = sum(part.untyped_storage().nbytes() for layer in layers for part in stored(layer.weight))
     assert num_bytes <= most * sum(2 * layer.in_features * layer.out_features for layer in layers)
 
 
-@with_bitsandbytes
-def test_all_linear_layers_take_adapters_as_unquantized_ones_do() -> None:
+def test_all_linear_layers_take_adapters_as_unquantized_ones_do(base: Path) -> None:
     lora = {**LORA, "target_modules": "all-linear"}
     adapted = [
         {
             name: (each.shape, each.dtype)
-            for name, each in built(**model, lora=lora).named_parameters()
+            for name, each in built(base, **model, lora=lora).named_parameters()
             if ".lora_" in name
         }
         for model in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantize": None})
@@ -202,25 +187,25 @@ def test_all_linear_layers_take_adapters_as_unquantized_ones_do() -> None:
     assert {dtype for _, dtype in adapted[0].values()} == {torch.float32}
 
 
-@with_bitsandbytes
-def test_the_base_is_told_apart_by_every_bit_of_it() -> None:
+def test_the_base_is_told_apart_by_every_bit_of_it(base: Path) -> None:
     seen: list[Any] = []
     for model in (*KINDS.values(), {"quantize": None}):
-        parallel_model = build(four_bit_recipe(**model), ALONE, SILENT, None, None)
+        parallel_model = build(four_bit_recipe(base, **model), ALONE, SILENT, None, None)
         seen.append(parallel_model.identity["parameters"]["model.layers.0.self_attn.k_proj.weight"])
-        assert "model.layers.0.self_attn.k_proj.weight" in left_out(parallel_model.base, four_bit_recipe(**model).model)
+        assert "model.layers.0.self_attn.k_proj.weight" in left_out(
+            parallel_model.base, four_bit_recipe(base, **model).model
+        )
     assert [each[0] for each in seen] == ["nf4, scales in 8 bits", "nf4", "fp4, scales in 8 bits", "float32"]
     assert len({each[-1] for each in seen}) == len(seen)
     assert all(each[1:3] == [64, 64] for each in seen)
 
 
-@with_bitsandbytes
 @pytest.mark.slow
-def test_on_two_ranks_it_is_the_same_and_only_adapters_are_sent(tmp_path: Path) -> None:
-    parallel_model = build(four_bit_recipe(), ALONE, SILENT, None, None)
+def test_on_two_ranks_it_is_the_same_and_only_adapters_are_sent(base: Path, tmp_path: Path) -> None:
+    parallel_model = build(four_bit_recipe(base), ALONE, SILENT, None, None)
     stir(parallel_model.base, seed=1)
     expected = gradients_of(parallel_model.base)
-    for found in on_ranks(2, tmp_path, on_ddp):
+    for found in on_ranks(2, tmp_path, on_ddp, base):
         assert found["identity"] == parallel_model.identity
         assert_near(found["gradients"], expected)
         assert found["of other scales"].startswith(
@@ -232,18 +217,41 @@ def test_on_two_ranks_it_is_the_same_and_only_adapters_are_sent(tmp_path: Path) 
         assert all(torch.equal(each, bits[name]) for name, each in found["bits"].items())
 
 
-@with_bitsandbytes
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_quantized_gets_its_line(name: str) -> None:
-    (model, line), config = REFUSED[name], four_bit_recipe()
-    config = config.model_copy(update={"model": config.model.model_copy(update=model)})
-    assert line_of(build, config, ALONE, SILENT, None, None).startswith(line)
+def test_other_layers_are_refused(tmp_path: Path) -> None:
+    config = four_bit_recipe(saved_base(GPT2, tmp_path / "base"), lora=OF_GPT2)
+    assert line_of(build, config, ALONE, SILENT, None, None) == (
+        "model.quantize is 'nf4' and the layers of a GPT2LMHeadModel are not torch's linear ones; leave quantize out"
+    )
 
 
-@with_bitsandbytes
+def test_a_module_in_four_bits_is_not_trained_whole(base: Path) -> None:
+    config = four_bit_recipe(base, lora={**LORA, "modules_to_save": ["up_proj"]})
+    assert line_of(build, config, ALONE, SILENT, None, None) == (
+        "model.lora.modules_to_save has 'model.layers.0.mlp.up_proj', which is in four bits; leave it out there"
+    )
+
+
+def test_a_layer_whose_weights_were_not_saved_is_refused(tmp_path: Path) -> None:
+    base = saved_base(WIDE, tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    assert line_of(build, four_bit_recipe(base), ALONE, SILENT, None, None) == (
+        f"model.quantize is 'nf4' and the files of model.name = '{base}' have no model.layers.0.mlp.down_proj.weight "
+        "to quantize; leave quantize out, or name another model"
+    )
+
+
+def test_fresh_weights_are_refused() -> None:
+    assert line_of(build, lora_recipe(dtype="float32", quantize="nf4"), ALONE, SILENT, None, None) == (
+        "model.quantize is 'nf4' and model.config gives fresh weights, which are not quantized; name a model in "
+        "model.name, or leave quantize out"
+    )
+
+
 @pytest.mark.parametrize(("layout", "wrapper"), [("fsdp2", "fsdp2"), ("cp", "replicate")])
-def test_shards_are_refused(layout: str, wrapper: str) -> None:
-    config = four_bit_recipe(layout)
+def test_shards_are_refused(base: Path, layout: str, wrapper: str) -> None:
+    config = four_bit_recipe(base, layout)
     assert line_of(
         lambda: build(config, replace(ALONE, size=2, layout=layout_of(config.parallel, 2)), SILENT, None, None)
     ) == (
@@ -252,10 +260,10 @@ def test_shards_are_refused(layout: str, wrapper: str) -> None:
     )
 
 
-def test_without_bitsandbytes_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bitsandbytes_a_line_says_what_to_install(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     line = f"model.quantize is set and bitsandbytes is not installed; {install_command('qlora')}"
-    assert line_of(lambda: build(four_bit_recipe(), ALONE, SILENT, None, None)) == line
+    assert line_of(lambda: build(four_bit_recipe(base), ALONE, SILENT, None, None)) == line
 
 
 def test_a_base_that_is_saved_quantized_is_refused(tmp_path: Path) -> None:
@@ -274,7 +282,6 @@ def logits_of(model: nn.Module) -> Tensor:
         return model.train()(SAMPLES[1][None]).logits
 
 
-@with_bitsandbytes
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 def test_a_run_goes_on_to_the_bit_and_is_exported(bench: Bench, refuse: Callable[..., str], tmp_path: Path) -> None:
@@ -286,7 +293,7 @@ def test_a_run_goes_on_to_the_bit_and_is_exported(bench: Bench, refuse: Callable
     }  # fmt: skip
     whole = tmp_path / "whole"
     said = bench.train(run__folder=whole, **values)
-    assert "14 linear layers in nf4, scales in 8 bits: " in said
+    assert "; linear layers in nf4, scales in 8 bits" in said
     bench.train(**values, run__max_steps=3)
     bench.train(run__resume=True, **values)
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
@@ -316,5 +323,5 @@ def test_a_run_goes_on_to_the_bit_and_is_exported(bench: Bench, refuse: Callable
     assert float((one - bare).abs().max()) > 1e-2
 
     line = refuse(run__resume=True, **values, model__double_quantization=False)
-    assert line.startswith(f"{last} is of another model: the parameter model.layers.0.")
-    assert " and ['nf4', 64, 64, '" in line
+    assert line.startswith(f"{last} is of another model: model.config")
+    assert "bnb_4bit_use_double_quant is True there and False here" in line

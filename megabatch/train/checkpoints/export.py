@@ -30,7 +30,7 @@ from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.adapters import ADAPTER, INSIDE, MARK, WHOLE, layers_of, lora_config, owners_of, peft
 from megabatch.train.model.architecture import architecture_of, construct, load_tokenizer, outline, silence
-from megabatch.train.model.frozen import dequantize, described, kind_of, quantize, sealed
+from megabatch.train.model.frozen import dequantize, described, kind_of, sealed
 from megabatch.train.model.weights import fill, fresh_source, load_whole, own_source, plan_units
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.files import UNFINISHED
@@ -282,8 +282,6 @@ def merged_model(adapter: Adapter, checkpoint: Path) -> nn.Module:
     """Return the base with adapters in its weights. Raises `MegabatchError` if they were trained on another base."""
     config = adapter.config
     base = base_model(config) if config.model.function is None else own_model(config)
-    if config.model.quantize is not None:
-        quantize(base, config.model)
     check_base(base, checkpoint)
     dequantize(base, dtype_of(config.model))
     with tempfile.TemporaryDirectory() as folder, silence():

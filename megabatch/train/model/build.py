@@ -37,7 +37,7 @@ from megabatch.train.model.architecture import (
     refused,
     silence,
 )
-from megabatch.train.model.frozen import bitsandbytes, check_same_bits, described, quantized, sealed
+from megabatch.train.model.frozen import check_four_bits, check_same_bits, described, sealed
 from megabatch.train.model.keyed_dropout import key_dropouts
 from megabatch.train.model.weights import (
     ModelSource,
@@ -116,12 +116,9 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     sample.
     """
     check_config(config)
-    if config.model.quantize is not None:
-        bitsandbytes()  # or one line that it is not installed
     check_attention(config.model, ranks.device)
     source, wrapper = choose_source(config, ranks, longest_tokens, tokenizer)
     size = f"{num_parameters(source.model)[0]:,} parameters"
-    source = quantized(source, config, wrapper)
     base = source.model
     precision = precision_text(config.model, wrapper.casts_as, accumulation_of(config.update))
     words = [f"{size}: {source.text}", *prepare(base, config.model, config.update.shapes), precision]
@@ -195,6 +192,7 @@ def choose_source(
     if ranks.layout.cp > 1:
         check_attention_is_causal(model)
     wrapper = choose_wrapper(asked, ranks.size, model, ranks.layout)
+    check_four_bits(model, config.model, wrapper)
     if config.model.name is None:
         return fresh_source(model, config.model, architecture, seed), wrapper
     sharded = wrapper.name == "fsdp2" or ranks.layout.tp > 1 or ranks.layout.pp > 1

@@ -1,122 +1,102 @@
-"""The frozen base of adapters: in four bits if the recipe says so, told apart by its bits, and in no checkpoint.
+"""The frozen base of adapters: in four bits if the recipe says so, identified by its bits, and in no checkpoint.
 
-bitsandbytes makes the four-bit layers and computes with them. Whoever resumes a run gets the base from where the run
-had it, and a checksum over the bits of each weight says that it is the same.
+transformers puts a base's linear layers into bitsandbytes' layers of four bits, and back. A resumed run takes the base
+from ``model.name``. A checksum over the bits of each weight says that it is the same.
 """
 
 import importlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from megabatch import Learner
 from megabatch.errors import MegabatchError, install_command
-from megabatch.train.config import Config, ModelConfig
+from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import silence
-from megabatch.train.model.weights import ModelSource, fill
-from megabatch.train.parallel.wrap import WrapperChoice, dtype_of
+from megabatch.train.parallel.wrap import WrapperChoice, computing_dtype
 from megabatch.train.runtime.ranks import Ranks
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 SLICE = 2**22  # numbers that are summed at a time, each in a copy of eight bytes
 
 
-def bitsandbytes() -> Any:
-    """Import the package. Raises `MegabatchError` where it is not installed."""
-    try:
-        with silence():
-            return importlib.import_module("bitsandbytes")
-    except ModuleNotFoundError as error:
+def check_four_bits(outline: nn.Module, config: ModelConfig, wrapper: WrapperChoice) -> None:
+    """Raise `MegabatchError` where the model or its wrapper cannot have a base in four bits."""
+    if config.quantize is None:
+        return
+    if config.name is None:
         raise MegabatchError(
-            f"model.quantize is set and {error.name} is not installed; {install_command('qlora')}"
-        ) from None
-
-
-def quantized(source: ModelSource, config: Config, wrapper: WrapperChoice) -> ModelSource:
-    """Return the source with its model whole and in four bits, if the recipe asks for it.
-
-    The bits are made on the CPU, so that they are the same on every device. Raises `MegabatchError` where the model or
-    its wrapper cannot have them.
-    """
-    if config.model.quantize is None:
-        return source
-    check_four_bit_wrapper(config.model, wrapper)
-    if source.units is not None:
-        fill(source.model, source.units, config.run.seed, torch.device("cpu"), source.saved)
-    words = quantize(source.model, config.model)
-    return replace(source, text=f"{source.text}; {words}", units=None, saved=None)
-
-
-def check_four_bit_wrapper(config: ModelConfig, wrapper: WrapperChoice) -> None:
-    """Raise for a wrapper that cannot cut weights of four bits."""
-    if config.quantize is not None and wrapper.is_of_fsdp:
+            f"model.quantize is {config.quantize!r} and model.config gives fresh weights, which are not quantized; "
+            "name a model in model.name, or leave quantize out"
+        )
+    if wrapper.is_of_fsdp:
         raise MegabatchError(
             f"model.quantize is {config.quantize!r} and the wrapper {wrapper.name} ({wrapper.reason}), which "
             'cannot cut weights of four bits; set parallel.wrapper to "ddp", or leave quantize out'
         )
+    # transformers would dequantize a Conv1D to a transposed matrix, which from_pretrained cannot read.
+    if not four_bit_candidates(outline) or any(isinstance(module, Conv1D) for module in outline.modules()):
+        raise MegabatchError(
+            f"model.quantize is {config.quantize!r} and the layers of a {type(outline).__name__} are not torch's "
+            "linear ones; leave quantize out"
+        )
 
 
-def quantize(model: nn.Module, config: ModelConfig) -> str:
-    """Put the linear layers that transformers would choose into four bits. Return a description."""
-    layers = four_bit_candidates(model, config)
-    bytes_before = sum(each.weight.nbytes for each in layers.values())
+def four_bit_candidates(outline: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers that transformers puts into four bits, by name."""
+    model = cast(PreTrainedModel, outline)
+    skipped = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]  # pyright: ignore[reportPrivateUsage]
+    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    return {name: layer for name, layer in layers.items() if should_convert_module(name, skipped)}
+
+
+def four_bit_options(config: ModelConfig) -> dict[str, Any]:
+    """Return what ``from_pretrained`` needs to quantize the base, on the CPU: its bits are the same on every device.
+
+    Raises `MegabatchError` where bitsandbytes is not installed.
+    """
+    if config.quantize is None:
+        return {}
+    try:
+        with silence():
+            importlib.import_module("bitsandbytes")
+    except ModuleNotFoundError as error:
+        raise MegabatchError(
+            f"model.quantize is set and {error.name} is not installed; {install_command('qlora')}"
+        ) from None
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=config.quantize, bnb_4bit_use_double_quant=config.double_quantization,
+        bnb_4bit_compute_dtype=computing_dtype(config),
+    )  # fmt: skip
+    return {"quantization_config": quantization, "device_map": {"": "cpu"}}
+
+
+def prepare_four_bits(model: nn.Module, config: ModelConfig) -> None:
+    """Make bitsandbytes' layers keep their numbers: in eval(), in a bias and in a state dict.
+
+    Raises `MegabatchError` for a layer whose weights were not saved.
+    """
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "quant_state")}
     for name, layer in layers.items():
-        model.set_submodule(name, four_bit_layer(layer, config))
-    num_bytes = sum(part.nbytes for _, each in four_bits(model) for part in stored(each.weight))
-    return f"{len(layers)} linear layers in {kind_of(config)}: {num_bytes:,} bytes instead of {bytes_before:,}"
-
-
-def four_bit_candidates(model: nn.Module, config: ModelConfig) -> dict[str, nn.Linear]:
-    """Return the linear layers that ``model.quantize`` puts into four bits, by name. Raises `MegabatchError`."""
-    assert isinstance(model, PreTrainedModel)
-    left = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]  # pyright: ignore[reportPrivateUsage]
-    found = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
-    layers = {name: each for name, each in found.items() if should_convert_module(name, left)}
-    kind = str(config.quantize)
-    if (odd := next((name for name, each in layers.items() if each.in_features % 2), None)) is not None:
-        raise MegabatchError(
-            f"model.quantize is {kind!r} and {odd} has an odd number of inputs, two of which go into a byte; leave "
-            "quantize out"
-        )
-    if not layers or any(isinstance(module, Conv1D) for module in model.modules()):
-        raise MegabatchError(
-            f"model.quantize is {kind!r} and the layers of a {type(model).__name__} are not torch's linear ones; leave "
-            "quantize out"
-        )
-    return layers
-
-
-def four_bit_layer(linear: nn.Linear, config: ModelConfig) -> nn.Linear:
-    """Return bitsandbytes' layer of the same numbers, frozen."""
-    has_bias = "bias" in dict(linear.named_parameters())
-    layers, options = (
-        bitsandbytes().nn,
-        {"quant_type": config.quantize, "compress_statistics": config.double_quantization},
-    )
-    computed = four_bit_dtype(linear, config)
-    layer = layers.Linear4bit(
-        linear.in_features, linear.out_features, has_bias, compute_dtype=computed, device="meta", **options
-    )
-    layer.weight = layers.Params4bit(linear.weight.detach(), requires_grad=False, **options).to("cpu")
-    layer.bias = linear.bias
-    layer.support_avx512bf16_for_cpu = False  # in eval() it would repack its weights and have no backward after that
-    layer.register_state_dict_post_hook(leave_out_scales)
-    return layer
-
-
-def four_bit_dtype(linear: nn.Linear, config: ModelConfig) -> torch.dtype:
-    """Return the dtype that a layer in four bits computes in; it casts its bias for good to that dtype."""
-    has_bias = "bias" in dict(linear.named_parameters())
-    return torch.bfloat16 if config.compute_dtype is not None and not has_bias else dtype_of(config)
+        if not hasattr(layer.weight, "quant_state"):
+            raise MegabatchError(
+                f"model.quantize is {config.quantize!r} and the files of model.name = {config.name!r} have no "
+                f"{name}.weight to quantize; leave quantize out, or name another model"
+            )
+        # On some processors the layer would repack its weights in eval() and have no backward after that.
+        layer.support_avx512bf16_for_cpu = False
+        if layer.bias is not None:
+            # The layer would cast its bias to the dtype of computing for good.
+            layer.compute_dtype = layer.bias.dtype
+        layer.register_state_dict_post_hook(leave_out_scales)
 
 
 def leave_out_scales(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
@@ -127,12 +107,12 @@ def leave_out_scales(_: nn.Module, state: dict[str, Any], prefix: str, __: objec
 
 def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
     """Put torch's linear layers, of the numbers that the bits stand for, in place of those in four bits."""
-    for name, layer in list(four_bits(model)):
-        path, values = name.removesuffix(".weight"), layer.weight.detach()
-        linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        whole = bitsandbytes().functional.dequantize_4bit(values, layer.weight.quant_state)
-        linear.weight, linear.bias = nn.Parameter(whole.to(dtype), requires_grad=False), layer.bias
-        model.set_submodule(path, linear)
+    names = [name for name, _ in four_bits(model)]
+    if names:
+        with silence():
+            cast(Any, model).dequantize(dtype)
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
 
 
 def kind_of(config: ModelConfig) -> str:

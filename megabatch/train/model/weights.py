@@ -25,6 +25,7 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.config.recipe_paths import check_weights
 from megabatch.train.model.architecture import construct, silence
+from megabatch.train.model.frozen import four_bit_options, kind_of, prepare_four_bits
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.plugins import blamed, load_function
 
@@ -130,12 +131,14 @@ def saved_source(
 
 def load_whole(config: ModelConfig, architecture: PreTrainedConfig, seed: int, text: str) -> tuple[nn.Module, str]:
     """Return the model with the weights of model.name, and in words which of them were not there."""
-    backend = {} if config.attention is None else {"attn_implementation": config.attention}
+    options = four_bit_options(config)
+    if config.attention is not None:
+        options["attn_implementation"] = config.attention
     try:
         with silence(), seeded(seed, ""):
             model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
                 config.name, config=architecture, dtype=dtype_of(config), trust_remote_code=False,
-                output_loading_info=True, **backend,
+                output_loading_info=True, **options,
             )  # fmt: skip
     except Exception as error:  # what is wrong with its files, or the way to the hub
         raise MegabatchError(
@@ -147,6 +150,9 @@ def load_whole(config: ModelConfig, architecture: PreTrainedConfig, seed: int, t
         more = ", ..." if len(missing) > NUM_NAMED else ""
         count = "1 of its tensors is" if len(missing) == 1 else f"{len(missing)} of its tensors are"
         text = f"{text}; {count} not there and fresh: {', '.join(missing[:NUM_NAMED])}{more}"
+    if config.quantize is not None:
+        prepare_four_bits(model, config)
+        text = f"{text}; linear layers in {kind_of(config)}"
     return model, text
 
 

@@ -48,7 +48,7 @@ from megabatch.train.model.architecture import architecture_of, check_fit, load_
 from megabatch.train.model.build import divide, prepare
 from megabatch.train.model.build_accumulator import use_recipe_keys
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
-from megabatch.train.model.frozen import check_four_bit_wrapper, four_bit_candidates, four_bit_dtype
+from megabatch.train.model.frozen import check_four_bits, four_bit_candidates
 from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.pipeline_stages import Stages, pipeline, stages_of
 from megabatch.train.parallel.tensor_parallel import plain_terms
@@ -60,6 +60,7 @@ from megabatch.train.parallel.wrap import (
     check_attention_is_causal,
     choose_wrapper,
     computing,
+    computing_dtype,
 )
 from megabatch.train.plan.estimate import (
     Estimate,
@@ -112,7 +113,7 @@ def build_simulator(
     if layout.cp > 1:
         check_attention_is_causal(cast(PreTrainedModel, model))
     wrapper = choose_wrapper(config.parallel.wrapper, request.world, model, layout)
-    check_four_bit_wrapper(config.model, wrapper)
+    check_four_bits(model, config.model, wrapper)
     axes = _mesh_axes(layout, wrapper, request.world)
     is_hybrid = wrapper.name == "fsdp2" and (axes or {}).get("dp_replicate", 1) > 1
     wrapped = "hsdp" if is_hybrid else wrapper.name
@@ -185,9 +186,11 @@ def quantize_outline(model: nn.Module, config: Config) -> None:
     """Put the layers of ``model.quantize`` into four bits, without bitsandbytes. They have no memory yet."""
     if config.model.quantize is None:
         return
-    for name, layer in four_bit_candidates(model, config.model).items():
-        computed, is_double = four_bit_dtype(layer, config.model), config.model.double_quantization
-        model.set_submodule(name, FourBitLinear(layer, computed, double_quantization=is_double))
+    for name, layer in four_bit_candidates(model).items():
+        bias = cast("Tensor | None", layer.bias)
+        computed = computing_dtype(config.model) if bias is None else bias.dtype
+        four_bit = FourBitLinear(layer, computed, double_quantization=config.model.double_quantization)
+        model.set_submodule(name, four_bit)
 
 
 def _mesh_axes(layout: Layout, wrapper: WrapperChoice, world: int) -> dict[str, int] | None:
