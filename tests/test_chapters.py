@@ -1,44 +1,19 @@
 """Public names of the chapters in use, as an application writes them: an evaluation by hand, a packed data set."""
 
-import inspect
-from dataclasses import asdict
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
-from megabatch.autotune import ModuleSnapshot, check_measurable, device_text, free_on
-from megabatch.batching import Padding, context_parallel, pad_right, sample_length, to_device
+from megabatch import GradientAccumulator, losses
+from megabatch.batching import Padding, to_device
 from megabatch.errors import in_one_line
-from megabatch.experts import config_coefficient, has_experts
 from megabatch.losses import LossFunction, loss_hooks, terms_of
 from megabatch.losses.token_loss import chunk_tokens
 from megabatch.pipeline import SCHEDULES
-from megabatch.planning import Consumed, MeasuredMicrobatch, TunedLimit, balance, best_fit
-from megabatch.simulate import device_named
 from megabatch.train.plan.estimate import MIN_CHUNK
 
 CPU = torch.device("cpu")
 SAMPLES = [{"input_ids": torch.arange(size), "labels": torch.arange(size)} for size in (3, 5, 2)]
-
-SIGNATURES = {
-    balance: "(costs, num_bins)",
-    best_fit: "(lengths, row_tokens)",
-    sample_length: "(sample)",
-    pad_right: "(samples)",
-    to_device: "(microbatch, device)",
-    context_parallel.stretch: "(microbatch, index, degree)",
-    loss_hooks: "(loss_fn)",
-    terms_of: "(returned)",
-    in_one_line: "(error)",
-    free_on: "(device)",
-    check_measurable: "(device)",
-    device_text: "(device)",
-    has_experts: "(model)",
-    config_coefficient: "(model)",
-    device_named: "(name)",
-}
 
 
 class Tokens(nn.Module):
@@ -50,11 +25,6 @@ class Tokens(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.table(input_ids)
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
-def test_signature(function):
-    assert f"({', '.join(inspect.signature(function).parameters)})" == SIGNATURES[function]
 
 
 def test_a_set_is_evaluated_by_hand_to_the_loss_of_an_update():
@@ -72,33 +42,6 @@ def evaluated(model: nn.Module, loss_fn: LossFunction) -> float:
         term = terms_of(loss_fn(model, microbatch))["loss"]
         total, weight = total + float(term.total.detach()), weight + float(term.weight)
     return total / weight
-
-
-def test_a_sampler_tells_what_was_handed_out():
-    seen: list[Consumed] = []
-    sampler = UpdateSampler([3, 5, 2], global_batch_size=lambda consumed: seen.append(consumed) or 1)
-    list(sampler)
-    assert Consumed() in seen
-    assert Consumed(3, 3, 10) in seen
-
-
-def test_a_tuned_limit_goes_through_json_and_into_an_accumulator():
-    limit = TunedLimit(8, CostModel(), 5, (MeasuredMicrobatch(1, 4.0),), 100.0, 90.0)
-    kept = asdict(limit)
-    again = TunedLimit(**{**kept, "cost": CostModel(**kept["cost"]),
-                          "measured": tuple(MeasuredMicrobatch(**each) for each in kept["measured"])})  # fmt: skip
-    assert again == limit == GradientAccumulator(Tokens(), max_microbatch_tokens=again).fit
-
-
-def test_a_module_is_put_back():
-    norm = nn.BatchNorm1d(2)
-    kept = ModuleSnapshot(norm)
-    norm(torch.randn(4, 2)), norm.eval()
-    kept.put_back()
-    assert norm.training
-    assert int(norm.num_batches_tracked) == 0
-    assert norm.running_mean is not None
-    assert norm.running_mean.tolist() == [0, 0]
 
 
 def test_schedules_say_the_stages_of_a_rank():

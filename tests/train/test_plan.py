@@ -793,14 +793,14 @@ def test_layouts_share_the_models_whose_sizes_are_counted(recipe: Path, monkeypa
     assert len(made) == 1 + 2 * len(cuts)  # both ends of each
 
 
-@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_schedule_steps_gather_what_one_step_gathers(recipe: Path, reshard: bool) -> None:
     """What the last backward of a step gathers stays for the next one."""
-    values = {"parallel__pp": 2, "parallel__wrapper": "fsdp2", "model__config__num_hidden_layers": 4}
-    what = subject(recipe, 4, **values, update__micro_batch_size=1, update__global_batch_size=12)
+    values = {"parallel__pp": 2, "parallel__wrapper": "fsdp2", "model__config__num_hidden_layers": 2}
+    what = subject(recipe, 4, **values, update__micro_batch_size=1, update__global_batch_size=8)
     choice = next(each for each in what.grid.choices() if each.micro_batch_size == 1 and each.reshard == reshard)
-    choices = [replace(choice, num_microbatches=num) for num in (3, 6)]
-    choices.append(replace(choice, num_microbatches=6, num_together=3, bubbles=2.0))
+    choices = [replace(choice, num_microbatches=num) for num in (2, 4)]
+    choices.append(replace(choice, num_microbatches=4, num_together=2, bubbles=2.0))
     found = [what.simulate(each) for each in choices]
     few, whole, steps = ({each.collective: each.calls for each in one.sent if each.axis == "dp_shard"} for one in found)
     assert steps == whole

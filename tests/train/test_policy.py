@@ -1,6 +1,5 @@
 """The sync policy is chosen by memory and traffic: alike on all ranks, said, kept, and chosen anew elsewhere."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,27 +30,6 @@ def test_the_plan_of_a_run_says_the_policy(bench: Bench, ranks: int, values: dic
     keys: dict[str, Any] = {"update__micro_batch_size": 1, "eval__every": "none", **NO_DROPOUT, **values}
     said = bench.train(ranks=ranks, **keys, run__max_steps=1)
     assert f"plan  {line}" in said
-
-
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        (
-            {"parallel__pp": 2, "model__config__tie_word_embeddings": "false", "update__sync": "every"},
-            "update.sync is 'every', but a pipeline reduces once per call, after its last microbatch; "
-            "leave update.sync out",
-        ),
-        (
-            {"parallel__wrapper": "fsdp2", "update__sync": "replica_last"},
-            "update.sync is 'replica_last', which is for HSDP, and the model has FSDP2 without replicas; "
-            "leave update.sync out, or shard with fully_shard over a mesh of two axes (dp_replicate, dp_shard)",
-        ),
-    ],
-)
-def test_a_policy_that_cannot_be_is_refused_by_its_key(
-    refuse: Callable[..., str], values: dict[str, Any], line: str
-) -> None:
-    assert refuse(ranks=2, update__micro_batch_size=1, **values) == line
 
 
 def config_of(**update: Any) -> Config:
