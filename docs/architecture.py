@@ -5,6 +5,7 @@
 
 import ast
 from html import escape
+from math import ceil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ FLOORS = {  # from the bottom of the imports: what a floor is, and its chapters 
         "optim": "bfloat16 that learns",
         "batching": "padding, rows, chunks",
         "losses": "totals and weights",
-        "wrappers": "DDP, FSDP, several models",
+        "wrappers": "DDP, FSDP1, FSDP2",
         "guards": "right or refused",
         "loops": "microbatch(), forward()",
         "pipeline": "torch's schedules",
@@ -47,7 +48,7 @@ FOUNDATION, CORE, BESIDE, *_, APPLICATIONS = FLOORS.values()
 
 WIDTH, MARGIN, GAP = 1010, 20, 12
 TITLE_HEIGHT, BOX_HEIGHT, STEP_HEIGHT = 30, 54, 24
-BOXES_IN_ROW = 5
+MOST_IN_ROW = 5  # chapters
 STYLE = """
   svg { font-family: system-ui, sans-serif; color-scheme: light dark; }
   .back { fill: #ffffff; } .floor { fill: #f6f8fb; stroke: #c9d2de; } .box { fill: #e3e9f2; stroke: #7a8aa0; }
@@ -91,7 +92,8 @@ def draw() -> str:
     top = MARGIN
     lines: list[str] = []
     for title, chapters in reversed(FLOORS.items()):
-        rows = [list(chapters)[start : start + BOXES_IN_ROW] for start in range(0, len(chapters), BOXES_IN_ROW)]
+        in_row = ceil(len(chapters) / ceil(len(chapters) / MOST_IN_ROW))
+        rows = [list(chapters)[start : start + in_row] for start in range(0, len(chapters), in_row)]
         has_steps = chapters is CORE
         height = TITLE_HEIGHT + len(rows) * (BOX_HEIGHT + GAP) + has_steps * (STEP_HEIGHT + GAP)
         lines.append(rectangle("floor", MARGIN, top, WIDTH - 2 * MARGIN, height, 8))
@@ -121,7 +123,7 @@ def draw() -> str:
 
 def draw_steps(top: float) -> list[str]:
     """Return the steps of an update in one row."""
-    width = (WIDTH - 2 * MARGIN - GAP) / len(STEPS) - 6
+    width = (WIDTH - 2 * MARGIN - 2 * GAP + 6) / len(STEPS) - 6
     lines: list[str] = []
     for number, step in enumerate(STEPS, 1):
         left = MARGIN + GAP + (number - 1) * (width + 6)
