@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,11 +22,9 @@ from torch.nn.utils import clip_grad_norm_  # by value, as scripts import it
 import megabatch
 from megabatch import Audit, MegabatchError, PlanError
 from megabatch.torch_private.autograd import hooks_before_grad
-from megabatch.train.report.html import asset
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.audit_advice import DIFFS, advise
 from megabatch.verification.audit_measures import NUM_BINS, NUM_SIGNS, Sketcher, measure_weights
-from megabatch.verification.audit_page import STYLE
 from megabatch.verification.audit_records import LoopRecord, UpdateRecord
 from megabatch.verification.audit_report import MEGABATCH
 from tests.train.on_ranks import on_ranks
@@ -575,16 +572,6 @@ def test_findings_go_through_lines_and_a_page() -> None:
     assert "counted 2 times" in page
     assert "http://" not in page  # it loads nothing
     assert "https://" not in page
-
-
-def colours(style: str) -> list[tuple[str, str]]:
-    return re.findall(r"(--[a-z-]+): (#[0-9a-f]{6})", style)
-
-
-def test_the_page_has_the_colours_of_a_run_s() -> None:
-    report = set(colours(asset("page.css")))
-    assert len(colours(STYLE)) == 20
-    assert set(colours(STYLE)) <= report
 
 
 @pytest.mark.parametrize(
