@@ -38,10 +38,7 @@ NOT_RUN = {  # page → the mark of its blocks that are not run here, and who ru
     "docs/parallelism.md": ("ranks", "needs two processes; tests/comm/test_document.py runs it on two"),
     "docs/tutorial.md": ("ranks", "needs two processes; tests/test_tiny.py runs it on two"),
     "docs/checkpoints.md": ("ranks", "needs two processes; tests/comm/test_resumed.py stops and resumes it on two"),
-    "docs/elastic.md": (
-        "replicas",
-        "needs torchft; tests/integrations/test_torchft.py runs the example",
-    ),
+    "docs/elastic.md": ("replicas", "needs torchft; tests/integrations/test_torchft.py runs the example"),
     "docs/integrations.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
 }
 

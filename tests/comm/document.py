@@ -29,19 +29,7 @@ CALLS = {  # how each wrapper is made
     "replicate-tp": "`parallelize_module`, then `replicate` over `mesh['dp']`",
 }
 # A Llama of 8 billion parameters, its gradient in bfloat16: 32 blocks, 64 norms and one more, buckets of 25 MB.
-EXAMPLE = Sizes(
-    C=1,
-    N=8,
-    P=16 * GIGABYTE,
-    R=2 * GIGABYTE,
-    T=291,
-    B=640,
-    F=184,
-    G=33,
-    S=8,
-    K=65,
-    Q=65 * 4096 * 2,
-)
+EXAMPLE = Sizes(C=1, N=8, P=16 * GIGABYTE, R=2 * GIGABYTE, T=291, B=640, F=184, G=33, S=8, K=65, Q=65 * 4096 * 2)
 TENSOR_DEGREE = 8
 HEAD = "| made by | sync | bytes | gradient held | 8B: bytes | 8B: held | take it for |\n" + 7 * "|---" + "|\n"
 

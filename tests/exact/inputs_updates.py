@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch import (
-    MegabatchError,
-    losses,
-)
+from megabatch import MegabatchError, losses
 from tests.exact.inputs import Sample, User, mean_square, numbers, refused, regressor, right, squares
 
 # What happens between two calls of one update.

@@ -26,10 +26,7 @@ def jobs_of(loss: str, dtype: str, limit: str, tier: str) -> list[tuple[str, str
     return [(jobs[0], job) for job in jobs[1:]]
 
 
-QUICK_PAIRS = [
-    *jobs_of("gpt2", "float32", "tokens", "quick"),
-    *jobs_of("late", "bfloat16", "count", "quick"),
-]
+QUICK_PAIRS = [*jobs_of("gpt2", "float32", "tokens", "quick"), *jobs_of("late", "bfloat16", "count", "quick")]
 PAIRS = [
     *QUICK_PAIRS,
     *(pair for loss in MODELS for dtype in DTYPES for limit in LIMITS for pair in jobs_of(loss, dtype, limit, "full")),

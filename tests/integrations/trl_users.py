@@ -29,16 +29,7 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from megabatch import MegabatchError
 from megabatch.integrations.transformers import MegabatchTrainer

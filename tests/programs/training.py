@@ -12,14 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megabatch
 from megabatch import GradientAccumulator, PlanError
-from tests.programs.setting import (
-    Errors,
-    Setting,
-    gradient_error,
-    inner,
-    refusal,
-    weight_error,
-)
+from tests.programs.setting import Errors, Setting, gradient_error, inner, refusal, weight_error
 
 Batch = dict[str, Tensor]
 

@@ -17,17 +17,7 @@ from megabatch.errors import install_command
 from megabatch.train.checkpoints.export import export
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.build import build
-from tests.train.adapter_jobs import (
-    GPT2,
-    LAYOUTS,
-    LORA,
-    OF_GPT2,
-    SAMPLES,
-    SGD_LR,
-    all_layouts,
-    lora_recipe,
-    saved_base,
-)
+from tests.train.adapter_jobs import GPT2, LAYOUTS, LORA, OF_GPT2, SAMPLES, SGD_LR, all_layouts, lora_recipe, saved_base
 from tests.train.conftest import Bench, timeless
 from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import FAMILIES, recipe

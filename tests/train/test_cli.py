@@ -21,11 +21,7 @@ from megabatch.train.runtime.signals import StopSignal
 from tests.train.conftest import Bench
 from tests.train.processes import Run
 
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(Path(__file__).parents[2]),
-}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -133,11 +133,7 @@ def test_rows_wait_for_room(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "values"),
-    [
-        (1, {}),
-        (2, {"parallel__wrapper": "fsdp2", "checkpoint__background": "true"}),
-    ],
+    ("ranks", "values"), [(1, {}), (2, {"parallel__wrapper": "fsdp2", "checkpoint__background": "true"})]
 )
 def test_a_full_disk_does_not_end_a_run(bench: Bench, tmp_path: Path, ranks: int, values: dict[str, Any]) -> None:
     """Full from the third update to the eighth of twelve: the saves at 4, 5, 6 and 8 may fail, that at 12 may not."""

@@ -15,14 +15,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Llama
 from megabatch.errors import MegabatchError
 from megabatch.train.config.contradictions import check_config
 from megabatch.train.model.architecture import architecture_of, check_tied
-from megabatch.train.model.build import (
-    ATTENTIONS,
-    ParallelModel,
-    build,
-    choose_source,
-    is_deterministic_attention,
-    lay,
-)
+from megabatch.train.model.build import ATTENTIONS, ParallelModel, build, choose_source, is_deterministic_attention, lay
 from megabatch.train.model.weights import plan_units, saved_weights
 from megabatch.train.parallel.wrap import blocks_of
 from megabatch.train.runtime.ranks import Ranks

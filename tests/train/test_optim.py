@@ -19,13 +19,7 @@ from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import OptimConfig
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build_accumulator import use_recipe_keys
-from megabatch.train.model.optimizer import (
-    build_optimizer,
-    decay_steps_of,
-    groups_of,
-    lr_factor,
-    optim_of,
-)
+from megabatch.train.model.optimizer import build_optimizer, decay_steps_of, groups_of, lr_factor, optim_of
 from tests.exact.launch import Run, launch, launch_all
 from tests.train.conftest import Bench
 from tests.train.jobs import (

@@ -277,11 +277,7 @@ GRADIENTS = {  # ranks → "family wrapper stream logits dtype sync"
 SLOPES = {2: ["dropout", "gpt2"]}
 WEIGHTS = {  # ranks → "family wrapper dp_replicate dp_shard tp"
     2: [f"{family} plain 1 1 2" for family in ("llama", "gpt2", "qwen2")],
-    4: [
-        *(f"{family} fsdp2 1 2 2" for family in ("tied llama", "gpt2")),
-        "gpt2 replicate 2 1 2",
-        "gpt2 fsdp2 2 2 1",
-    ],
+    4: [*(f"{family} fsdp2 1 2 2" for family in ("tied llama", "gpt2")), "gpt2 replicate 2 1 2", "gpt2 fsdp2 2 2 1"],
 }
 MEMBERS = {2: [f"{family} {how}" for family in FAMILIES for how in ("whole whole", "sequence cut")]}
 CELLS = {"gradient": GRADIENTS, "family": MEMBERS, "slope": SLOPES, "weights": WEIGHTS}
@@ -346,10 +342,7 @@ def test_what_the_ranks_do_not_divide_is_named(kind: str, keys: dict[str, Any], 
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
-    for model, kind in (
-        (nn.Linear(2, 2), "Linear"),
-        (model_of("mixtral", **SIZES), "model of type mixtral"),
-    ):
+    for model, kind in ((nn.Linear(2, 2), "Linear"), (model_of("mixtral", **SIZES), "model of type mixtral")):
         with pytest.raises(MegabatchError, match=f"^parallel.tp is above 1 and no plan for a {kind} is known"):
             plan_of(model)
 

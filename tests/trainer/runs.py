@@ -208,8 +208,7 @@ def plain_loop(updates: Sequence[Sequence[int]], skipped: Sequence[int] = (), de
     model, samples = parts.model(), parts.samples()
     groups = [[p for p in model.parameters() if p.dim() >= 2], [p for p in model.parameters() if p.dim() < 2]]
     optimizer = torch.optim.AdamW(
-        [{"params": groups[0], "weight_decay": WEIGHT_DECAY}, {"params": groups[1], "weight_decay": 0.0}],
-        betas=BETAS,
+        [{"params": groups[0], "weight_decay": WEIGHT_DECAY}, {"params": groups[1], "weight_decay": 0.0}], betas=BETAS
     )
     average = {name: each.detach().clone() for name, each in model.named_parameters()}
     found, stepped = [], 0
