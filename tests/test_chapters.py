@@ -1,19 +1,44 @@
 """Public names of the chapters in use, as an application writes them: an evaluation by hand, a packed data set."""
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, losses
-from megabatch.batching import Padding, to_device
+from megabatch.autotune import check_measurable, device_text, free_on
+from megabatch.batching import Padding, context_parallel, pad_right, sample_length, to_device
 from megabatch.errors import in_one_line
+from megabatch.experts import config_coefficient, has_experts
 from megabatch.losses import LossFunction, loss_hooks, terms_of
 from megabatch.losses.token_loss import chunk_tokens
 from megabatch.pipeline import SCHEDULES
+from megabatch.planning import balance, best_fit
+from megabatch.simulate import device_named
 from megabatch.train.plan.estimate import MIN_CHUNK
 
 CPU = torch.device("cpu")
 SAMPLES = [{"input_ids": torch.arange(size), "labels": torch.arange(size)} for size in (3, 5, 2)]
+
+
+SIGNATURES = {
+    balance: "(costs, num_bins)",
+    best_fit: "(lengths, row_tokens)",
+    sample_length: "(sample)",
+    pad_right: "(samples)",
+    to_device: "(microbatch, device)",
+    context_parallel.stretch: "(microbatch, index, degree)",
+    loss_hooks: "(loss_fn)",
+    terms_of: "(returned)",
+    in_one_line: "(error)",
+    free_on: "(device)",
+    check_measurable: "(device)",
+    device_text: "(device)",
+    has_experts: "(model)",
+    config_coefficient: "(model)",
+    device_named: "(name)",
+}
 
 
 class Tokens(nn.Module):
@@ -25,6 +50,11 @@ class Tokens(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.table(input_ids)
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_signature(function):
+    assert f"({', '.join(inspect.signature(function).parameters)})" == SIGNATURES[function]
 
 
 def test_a_set_is_evaluated_by_hand_to_the_loss_of_an_update():

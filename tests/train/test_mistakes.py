@@ -135,6 +135,7 @@ MISTAKES = {  # command -> what it gets
     "plan recipe.toml --worlds=2": "unknown option --worlds; the nearest one is --world",
     "train recipe.toml -trust": "unknown option -trust; the nearest one is --trust",
     "plan recipe.toml --max_length=512": "unknown key max_length … data.max_sample_tokens",
+    "plan recipe.toml --data.path=no.csv": "no such file … or give --length N, the tokens of the longest sample, or",
     "plan recipe.toml --world many": "--world is 'many'; it must be a whole number of at least 1",
     # the other commands
     "init new.toml --data chat.csv": "'chat.csv', and there is no such file (chats.csv comes nearest)",

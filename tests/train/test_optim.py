@@ -337,6 +337,7 @@ def failures(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str,
      "give update.max_microbatch_tokens= or update.micro_batch_size=, for shards give update.sync='last'"),
     ("no_sync, update.sync and synchronize stay; memory_bytes is for",
      "no_sync, update.sync and synchronize stay; update.memory is for"),
+    ("OneRow is given; leave OneRow out", "update.one_row is given; leave update.one_row out"),
 ])  # fmt: skip
 def test_the_librarys_words_are_a_recipes(words: str, of_recipe: str) -> None:
     with pytest.raises(PlanError) as caught, use_recipe_keys():

@@ -89,7 +89,8 @@ def test_a_run_that_has_made_updates_begins_again_if_it_is_told_to(recipe: Path,
     begin(run, load_config(recipe, ["--run.resume=true", "--run.save_every=1", "--parallel.wrapper=ddp"]), console)
     said = (run / "log.txt").read_text().splitlines()[-1]
     assert said.endswith("  nothing was saved yet: the run begins at update 0, and makes 2 updates again")
-    for key, there, now in (("optim.lr", 0.001, 0.1), ("run.seed", 0, 1), ("data.pack_tokens", None, 16)):
+    others = (("optim.lr", 0.001, 0.1), ("run.seed", 0, 1), ("data.pack_tokens", None, 16))
+    for key, there, now in (*others, ("update.global_batch_size", 64, 32)):
         assert line_of(check, run, load_config(recipe, ["--run.resume=true", f"--{key}={now}"])) == (
             f"{run} holds a run of another recipe, which has made 2 updates and saved none: {key} is {there} there and "
             f"{now} here; begin that again with `megabatch train {run}`, or choose another run.folder"
