@@ -259,27 +259,6 @@ def test_arithmetic_per_token():
     assert flops_per_token(tied.shape, 2048) == 6 * 1_235_814_400 + 12 * 16 * 2048 * 2048
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("needless_pass", ("--rows", "0")),
-        ("needless_pass", ("--tokens", "1")),
-        ("needless_pass", ("--repeats", "many")),
-        ("needless_pass", ("--nothing",)),
-        ("one_row", ("--repeats", "0")),
-        ("throughput", ("--updates", "1")),
-        ("throughput", ("--micro-rows", "3")),
-        ("throughput", ("--repeats", "-1")),
-    ],
-)
-def test_bad_arguments_end_with_status_2(tmp_path, name, words):
-    done = benchmark(name, tmp_path / "found.json", *words)
-    assert done.returncode == 2
-    assert words[0] in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_result_is_named_by_its_hardware_and_date():
     assert re.fullmatch(r"speed_cpu_\d{4}-\d\d-\d\d\.json", result.dated("speed").name)
     named = result.dated("needless_pass", "NVIDIA H100 80GB HBM3").name
@@ -330,16 +309,6 @@ def test_the_lines_of_a_drop_in_are_those_of_its_two_forms():
     assert dropins.ROWS["Trainer"].lines == (4, 1)  # the import, the class and the call
     assert all(min(row.lines) > 0 for row in dropins.ROWS.values())
     assert dropins.lines_of_diff("-from torchtitan.trainer import Trainer") == (1, 1)
-
-
-@pytest.mark.skipif(result.version("torchft") is not None, reason="torchft is installed")
-@pytest.mark.parametrize("name", ["elastic_torchft", "elastic_peers"])
-def test_a_benchmark_of_torchft_says_in_one_line_what_to_install(name):
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 1
-    assert (done.stdout + done.stderr).splitlines()[-1] == f"benchmarks.{name}: {elastic_torchft.MISSING}"
 
 
 def test_the_runs_with_lost_replicas_are_what_the_page_says():

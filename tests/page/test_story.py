@@ -128,7 +128,6 @@ def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, capsys) -> None:
         ((run, run), "write: megabatch report RUN"),
         (("--compare", run), f"{run} is the only run; name two or more to compare, or their folder"),
         (("--compare", run, tmp_path / "none"), "is no folder"),
-        ((run, "--same"), "--same is removed; compare run_hash"),
         ((run, "--to"), "Missing value for argument '--to'"),
         ((run, "--tee", "a"), "Unrecognized options: --tee"),
         ((run, "--to", tmp_path / "none" / "page.html"), "is no folder; make it, or choose another --to"),

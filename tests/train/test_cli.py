@@ -167,17 +167,6 @@ def test_the_end_of_a_run_does_not_wait_for_processes_that_it_forked() -> None:
         os.waitpid(child, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["data.path", "model.name", "model.tokenizer"])
-def test_a_path_that_cannot_even_be_looked_at_gets_its_line(bench: Bench, key: str) -> None:
-    name = "/" + "x" * 300
-    (end,) = bench.finish(**{key.replace(".", "__"): name})
-    assert end.status == 2
-    assert end.err.count("\n") == 1, end.err
-    assert "File name too long" in end.err
-    assert not bench.folder.exists()
-
-
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "numpy")
 SCRIPT = f"""

@@ -172,6 +172,10 @@ READABLE = {
 
 LONG, MANY = "a" * 5000, "9" * 5000
 MISTAKES[f"train recipe.toml --data.text_field={LONG}"] = "only 'text', 'other'; set data.text_field"
+MISTAKES |= {
+    f"train recipe.toml --{key}=/{'x' * 300}": "File name too long"
+    for key in ("data.path", "model.name", "model.tokenizer")
+}
 MISTAKES[f"plan recipe.toml --world={MANY}"] = "--world is '9999 … it must be a whole number of at least 1"
 
 
