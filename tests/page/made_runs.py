@@ -64,7 +64,7 @@ def whole_run(folder: Path, updates: int, *, ranks: int = 2, microbatches: int =
     (folder / "cuts.jsonl").write_text(lines([cut(step, ranks, microbatches) for step in range(1, updates + 1)]))
     (folder / "timeline.jsonl").write_text(lines([timeline(3, ranks), timeline(9, ranks)]))
     (folder / "plan.txt").write_text("\n".join(PLAN).format(updates=updates + 5, ranks=ranks) + "\n")
-    skipped = {"step": 4, "reason": "the loss is not finite", "is_whole": False, "samples": ["a:1"]}
+    skipped = {"step": 4, "reason": "the loss is not finite", "samples": ["a:1"]}
     (folder / "skipped.jsonl").write_text(lines([skipped]))
     said = [f"2000-01-01T00:00:00Z  {line}" for line in COMPLETION]
     (folder / "log.txt").write_text("\n".join([*said, ENDED, ""]))

@@ -345,7 +345,7 @@ def test_the_one_before_is_taken_and_that_is_said(run: Path) -> None:
     (path_of(run, 2) / "meta.json").write_text("{}")
     assert line_of(choose, run) == (
         f"{checkpoints_of(run)} has no whole checkpoint to resume from: step-6 ({reason}), step-4 (__0_0.distcp is not "
-        "there), step-2 (meta.json: it is of step None); put back a copy of one, or "
+        "there), step-2 (meta.json: it is not what was written: its SHA-256 is another); put back a copy of one, or "
         "start in a new run.folder"
     )
     assert names(run) == ["latest", "step-2", "step-4", "step-6"]  # left where they are

@@ -45,8 +45,8 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--parallel.wrapper=deepspeed": "parallel.wrapper is 'deepspeed'; it must be 'ddp', 'fsdp2' or 'replicate'",
     "--optim.lr=-1": "optim.lr is -1; it must be at least 0",
     "--optim.lr=nan": "optim.lr is nan; it must be a finite number",
-    "--optim.betas=0.9": "optim.betas is [0.9]; it must be two numbers",
-    "--optim.betas=0.9,2": "optim.betas is 2; it must be two numbers",
+    "--optim.betas=0.9": "optim.betas is 0.9; it must be two numbers",
+    "--optim.betas=0.9,2": "optim.betas is '0.9,2'; it must be two numbers",
     "--run.seed=9223372036854775808": "run.seed is … it must be less than 9223372036854775808",
     "--run.folder=": "run.folder is ''; it must name a folder",
     "--run.profile_steps=3,x": "run.profile_steps is 'x'; it must be a whole number",
@@ -267,15 +267,12 @@ def test_a_file_that_is_no_recipe_gets_its_line(recipe: Path, text: str, seen: s
 
 
 @pytest.mark.parametrize("key", REMOVED_KEYS)
-def test_a_removed_key_says_what_to_do_instead_and_is_left_out_where_it_is_off(recipe: Path, key: str) -> None:
+def test_a_removed_key_says_what_to_do_instead(recipe: Path, key: str) -> None:
     section, _, name = key.partition(".")
     update = "global_batch_size = 8\nmicro_batch_size = 2\n"
     model = '[model]\nconfig = {model_type = "llama"}\n\n'
-    for value in ("true", "false"):
-        recipe.write_text(f"{model}[update]\n{update}\n[{section}]\n{name} = {value}\n")
-        if value == "true":
-            check_error(refusal(recipe), f"unknown key {key} in {recipe}; {REMOVED_KEYS[key]}")
-    load(recipe)
+    recipe.write_text(f"{model}[update]\n{update}\n[{section}]\n{name} = true\n")
+    check_error(refusal(recipe), f"unknown key {key} in {recipe}; {REMOVED_KEYS[key]}")
 
 
 def test_an_override_of_one_bound_replaces_the_other(recipe: Path) -> None:

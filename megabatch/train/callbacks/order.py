@@ -75,9 +75,9 @@ def load_callbacks(run: RunConfig) -> list[Callback]:
     """Return the user's callbacks: ``run.callbacks``, ``run.after_update`` and ``run.after_evaluation``."""
     made = [load_callback(name) for name in run.callbacks]
     if run.after_update is not None:
-        made.append(AfterUpdate(run.after_update))
+        made.append(listener("after_update", run.after_update))
     if run.after_evaluation is not None:
-        made.append(AfterEvaluation(run.after_evaluation))
+        made.append(listener("after_evaluation", run.after_evaluation))
     return made
 
 
@@ -101,26 +101,15 @@ def load_callback(name: str) -> Callback:
     return made
 
 
-class AfterUpdate(Callback):
-    """Call the user's ``run.after_update``."""
+def listener(event: str, name: str) -> Callback:
+    """Return a callback that calls the user's function ``run.after_update`` or ``run.after_evaluation``."""
+    key = f"run.{event}"
+    function = blamed(f"{key} {name!r}")(load_function(name, key))
 
-    def __init__(self, name: str) -> None:
-        self._listen = blamed(f"run.after_update {name!r}")(load_function(name, "run.after_update"))
+    def listen(_: Callback, context: RunContext) -> None:
+        function(context.event())
 
-    def after_update(self, context: RunContext) -> None:
-        """Tell it the update."""
-        self._listen(context.event())
-
-
-class AfterEvaluation(Callback):
-    """Call the user's ``run.after_evaluation``."""
-
-    def __init__(self, name: str) -> None:
-        self._listen = blamed(f"run.after_evaluation {name!r}")(load_function(name, "run.after_evaluation"))
-
-    def after_evaluation(self, context: RunContext) -> None:
-        """Tell it the evaluation."""
-        self._listen(context.event())
+    return type("Listener", (Callback,), {event: listen})()
 
 
 class BatchLearningRate(Callback):

@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import shutil
 import tempfile
-import uuid
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.exported_tokenizer import save_tokenizer
-from megabatch.train.checkpoints.metadata import DamagedError, describe_age, first_difference, read_meta
+from megabatch.train.checkpoints.metadata import DamagedError, describe_versions, first_difference, read_meta
 from megabatch.train.checkpoints.paths import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
 from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint
 from megabatch.train.checkpoints.tensor_files import SafePlanner, SafeReader, reason_of, without_group_warning
@@ -33,7 +31,7 @@ from megabatch.train.model.architecture import architecture_of, construct, load_
 from megabatch.train.model.frozen import dequantize, described, kind_of, sealed
 from megabatch.train.model.weights import fill, fresh_source, load_whole, own_source, plan_units
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
-from megabatch.train.runtime.files import UNFINISHED
+from megabatch.train.runtime.files import new_folder
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.trust import check_trust
 
@@ -87,7 +85,7 @@ def export(
         else f"{type(model).__name__}, {config.model.dtype}, safetensors"
     )
     said = f"wrote {which} of {checkpoint} to {to}: {kind}"
-    warnings = [*chosen.warnings, *describe_age(checkpoint), *([unread] if unread else [])]
+    warnings = [*chosen.warnings, *describe_versions(checkpoint), *([unread] if unread else [])]
     return "\n".join([*(f"warning: {line}" for line in warnings), said])
 
 
@@ -339,19 +337,14 @@ def resolved(path: Path) -> Path:
 
 @contextlib.contextmanager
 def writing(to: Path) -> Generator[Path, None, None]:
-    """Return a folder beside, which becomes ``to`` at a good end and is gone at any other."""
-    place = resolved(to)
-    beside = place.with_name(f".export-{uuid.uuid4().hex}{UNFINISHED}")  # a name that nobody else has
+    """Yield a folder that becomes ``to``. What it lacks is one line."""
     try:
-        beside.mkdir(parents=True)
-        yield beside
-        os.replace(beside, place)
+        with new_folder(resolved(to)) as beside:
+            yield beside
     except OSError as error:
         raise MegabatchError(
             f"cannot write {to} ({in_one_line(error)}); make room for it, or name another --to"
         ) from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def load_initial_weights(run: Path, model: nn.Module, left_out: Collection[str], ranks: Ranks) -> str:

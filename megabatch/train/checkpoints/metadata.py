@@ -139,14 +139,12 @@ def read_meta(checkpoint: Path) -> Meta:
     return {key: value for key, value in meta.items() if key not in (FILES, DIGEST)}
 
 
-def read_digests(checkpoint: Path) -> Digests | None:
-    """Return the digests of a checkpoint's files; None for an earlier version's, which has none.
+def read_digests(checkpoint: Path) -> Digests:
+    """Return the digests of a checkpoint's files.
 
     Raises `DamagedError` if ``meta.json`` is damaged, or names anything but files of the checkpoint.
     """
     meta = _read_verified(checkpoint)
-    if not has_sums(meta):
-        return None
     try:
         digests = {name: FileDigest(**each) for name, each in meta[FILES].items()}
     except (KeyError, AttributeError, TypeError) as error:  # written by a later version
@@ -159,40 +157,29 @@ def read_digests(checkpoint: Path) -> Digests | None:
     return digests
 
 
-def has_sums(meta: Meta) -> bool:
-    """Return True for the metadata of a checkpoint whose files have digests; those of earlier versions have none."""
-    return FILES in meta or DIGEST in meta
-
-
 def is_plain_name(name: str) -> bool:
     """Return True for the name of a file in a folder, which leads neither out of it nor into another."""
     return Path(name).name == name and name not in ("", "..") and name.isprintable()
 
 
-def describe_age(checkpoint: Path) -> list[str]:
-    """Return lines about a whole checkpoint of an earlier version, or of other versions of what it was made with."""
-    meta = _read_verified(checkpoint)
-    lines = []
-    if not has_sums(meta):
-        lines.append(
-            f"{checkpoint} is of an earlier version and has no sums: its files are long enough, and what is in them is "
-            "not checked"
-        )
-    saved, here = meta.get("versions"), installed_versions()
-    if isinstance(saved, dict):
-        differing = [name for name in here if cast(Meta, saved).get(name, here[name]) != here[name]]
-        there = ", ".join(f"{name} {shorten(cast(Meta, saved)[name])}" for name in differing)
-        now = ", ".join(f"{name} {here[name]}" for name in differing)
-        lines += [f"{checkpoint} was made with {there}, and this is {now}"] if differing else []
-    return lines
+def describe_versions(checkpoint: Path) -> list[str]:
+    """Return a line about a checkpoint that was made with other versions; none for the installed ones."""
+    saved, here = _read_verified(checkpoint).get("versions"), installed_versions()
+    if not isinstance(saved, dict):
+        return []
+    differing = [name for name in here if cast(Meta, saved).get(name, here[name]) != here[name]]
+    if not differing:
+        return []
+    there = ", ".join(f"{name} {shorten(cast(Meta, saved)[name])}" for name in differing)
+    now = ", ".join(f"{name} {here[name]}" for name in differing)
+    return [f"{checkpoint} was made with {there}, and this is {now}"]
 
 
 def _read_verified(checkpoint: Path) -> Meta:
     path = checkpoint / META
     try:
         meta = read_table(path)
-        if has_sums(meta):
-            check_seal(meta)
+        check_seal(meta)
     except FileNotFoundError:
         raise DamagedError(path, "it is not there") from None
     except ValueError as error:
@@ -243,9 +230,7 @@ def describe_conditions(config: Config, ranks: Ranks) -> dict[str, object]:
 def check_same_run(checkpoint: Path, saved: Meta, here: Meta) -> None:
     """Raise `MegabatchError` naming the first difference between a checkpoint's run and this one."""
     for part, (kind, prefix) in IDENTITY.items():
-        # An earlier version masked fewer secrets.
-        saved_part = saved[part] if part == "parameters" else mask(saved[part])
-        difference = first_difference(saved_part, here[part])
+        difference = first_difference(saved[part], here[part])
         if difference is not None:
             key, there, now = difference
             change = (

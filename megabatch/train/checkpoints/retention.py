@@ -14,7 +14,8 @@ from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.metadata import (
     BEST_ONLY,
     DamagedError,
-    describe_age,
+    Digests,
+    describe_versions,
     find_changed_file,
     read_digests,
     read_meta,
@@ -34,7 +35,6 @@ from megabatch.train.checkpoints.paths import (
     steps_of,
     unfinished_of,
 )
-from megabatch.train.checkpoints.tensor_files import find_missing_part
 from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import remove_path, remove_unfinished, replace_text
@@ -49,7 +49,7 @@ def resumed_from(run: RunConfig, ranks: Ranks, console: Console) -> Path | None:
     if not run.resume or not ranks.on_main(lambda: has_checkpoint(folder), str(checkpoints_of(folder)), verb="read"):
         return None
     found = Checkpoints(folder).latest_valid(ranks)
-    lines = ranks.on_main(lambda: describe_age(found.path), str(found.path), verb="read")
+    lines = ranks.on_main(lambda: describe_versions(found.path), str(found.path), verb="read")
     for line in (*found.warnings, *lines):
         console.warn(line)
     return found.path
@@ -189,14 +189,12 @@ def find_damage(checkpoint: Path, ranks: Ranks) -> str | None:
 
     Only ``meta.json`` is parsed before the bytes of all files are known to be those that were written.
     """
-    problem, digests = None, None
+    problem, digests = None, Digests()
     try:
         digests = read_digests(checkpoint)
-        if digests is None:
-            problem = find_missing_part(checkpoint)
     except DamagedError as error:
         problem = error.reason
-    return ranks.first_problem(problem) or find_changed_file(checkpoint, digests or {}, ranks)
+    return ranks.first_problem(problem) or find_changed_file(checkpoint, digests, ranks)
 
 
 def point_to_best(folder: Path, step: int, ranks: Ranks) -> None:

@@ -173,15 +173,6 @@ class SafeReader(FileSystemReader):
         return found
 
 
-def find_missing_part(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint without digests: a part that is missing or too short, if any."""
-    try:
-        SafeReader(checkpoint).read_metadata()
-    except Exception as error:  # a damaged pickle can raise anything
-        return in_one_line(error)
-    return None
-
-
 def _read_description(file: IO[bytes]) -> Metadata:
     found = _DescriptionUnpickler(file).load()
     if not isinstance(found, Metadata):

@@ -9,10 +9,10 @@ import tomllib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Union, cast, get_args, get_origin
+from types import NoneType
+from typing import Any, cast, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megabatch.errors import MegabatchError
@@ -21,7 +21,6 @@ from megabatch.train.config.batch_size import check_batch_size, read_schedule
 from megabatch.train.config.byte_sizes import read_bytes
 from megabatch.train.config.contradictions import check_config
 from megabatch.train.config.keys import (
-    REMOVED_KEYS,
     is_named_sources,
     is_options,
     known_keys,
@@ -65,18 +64,9 @@ def read_recipe(path: Path) -> Layer:
         raise MegabatchError(
             f"{path} has a number of thousands of digits, or is nested too deeply; write values that a key can have"
         ) from None
-    layer = {section: without_removed(section, table) for section, table in layer.items()}
     for section, table in layer.items():
         check_section(section, table, path)
     return {section: with_none(section, table) for section, table in layer.items()}
-
-
-def without_removed(section: str, table: Any) -> Any:
-    """Leave out removed keys that are off, as an earlier version has written them in the recipe of a run."""
-    if not isinstance(table, dict):
-        return table
-    entries = cast(Layer, table).items()
-    return {key: value for key, value in entries if value is not False or f"{section}.{key}" not in REMOVED_KEYS}
 
 
 def with_none(section: str, table: Layer) -> Layer:
@@ -171,22 +161,17 @@ def set_override(layer: Layer, key: str, text: str) -> None:
 
 
 def read_value(text: str, annotation: Any) -> object:
-    """Return the text as TOML reads it, or as it is where the key takes text. The validation names a wrong one."""
-    kind = str(annotation)
-    if "list[list" in kind:
-        return read_toml_value(text)
-    if "list[" in kind:
-        whole = read_toml_value(text)
-        if isinstance(whole, list) or "str |" in kind:
-            return whole if isinstance(whole, list) else text
-        return [word if "list[str]" in kind else read_toml_value(word) for word in text.split(",") if word]
-    if text.lower() in ("none", "null") and NoneType in get_args(annotation):
-        return None
-    if takes_text(annotation):
-        return text
-    if "tuple" in kind:
-        return [read_number(word) for word in text.strip("[]()").replace(",", " ").split()]
-    return read_toml_value(text.lower()) if text.lower() in ("true", "false") else read_number(text)
+    """Return the first reading of the text that the key takes, or one of its kind, whose fault the validation names."""
+    adapter = TypeAdapter[object](annotation, config=ConfigDict(strict=True))
+    words = [word for word in text.split(",") if word]
+    numbers = [read_number(word) for word in text.strip("[]()").replace(",", " ").split()]
+    number = read_number(text.lower() if text.lower() in ("true", "false") else text)
+    readings = [None] if text.lower() in ("none", "null") else []
+    for reading in (*readings, number, text, words, numbers):
+        with suppress(ValidationError):
+            adapter.validate_python(reading)
+            return reading
+    return numbers if get_origin(annotation) is list else number
 
 
 def read_number(text: str) -> object:
@@ -200,14 +185,6 @@ def read_number(text: str) -> object:
         if math.isfinite(number := float(text)):  # else it is too large
             return number
     return value
-
-
-def takes_text(annotation: Any) -> bool:
-    """Return True if any text is of this type. A Literal takes its own values only."""
-    if get_origin(annotation) is Annotated:
-        return takes_text(get_args(annotation)[0])
-    is_union = get_origin(annotation) in (Union, UnionType)
-    return annotation is str or (is_union and any(map(takes_text, get_args(annotation))))
 
 
 def read_toml_value(text: str) -> object:
@@ -301,16 +278,23 @@ def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError
     if error["type"] == "string_pattern_mismatch":
         expected = 'it must be "module:function" or "file.py:function"'
     else:
-        expected = EXPECTED.get(f"{'data' if nested else section}.{rest[-1]}") or (
-            error["msg"]
-            .replace("Input should be", "it must be")
-            .replace("valid integer", "whole number")
-            .replace("a valid boolean", "true or false")
-            .replace("valid dictionary", "table")
-            .replace("greater than or equal to", "at least")
-        )
+        expected = EXPECTED.get(f"{'data' if nested else section}.{rest[-1]}") or expected_text(error)
     place = "on the command line" if rest[0] in overrides.get(section, {}) else f"in {path}"
     return MegabatchError(f"{key} is {shortened(repr(error['input']))}; {expected}: change it {place}")
+
+
+def expected_text(error: ErrorDetails) -> str:
+    """Return the value that pydantic expects, in the words of a recipe."""
+    return (
+        error["msg"]
+        .partition(" or instance of")[0]
+        .replace("Input should be", "it must be")
+        .replace("valid integer", "whole number")
+        .replace("a valid boolean", "true or false")
+        .replace("valid dictionary", "table")
+        .replace("greater than or equal to", "at least")
+        .replace("less than or equal to", "at most")
+    )
 
 
 def shortened(text: str) -> str:

@@ -9,14 +9,10 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import time
-import uuid
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,6 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
-from torch import Tensor
 
 from megabatch.batching import IGNORED_LABEL
 from megabatch.errors import MegabatchError, in_one_line
@@ -34,13 +29,21 @@ from megabatch.train.data.encode import Named, Sample, Skipped, Tokens, samples_
 from megabatch.train.data.samples import View
 from megabatch.train.data.sources import expanded, find_files, hub_builder
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, sha256_of_file
+from megabatch.train.runtime.files import (
+    DIGEST,
+    UNFINISHED,
+    digest_of,
+    new_folder,
+    read_table,
+    remove_path,
+    sealed_text,
+    sha256_of_file,
+)
 from megabatch.train.runtime.ranks import Ranks
 
 FORMAT = 3  # raise it where the same rows give other samples
 SECONDS_OF_WRITING = 7 * 24 * 3600.0  # after which an unfinished entry is one that a killed run has left
 TABLE, SUMMARY = "samples.arrow", "summary.json"
-EARLIER = "of an earlier version"  # in place of damage: an entry without a digest
 FEATURES = Features(
     {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "length": Value("int64"),
      "num_targets": Value("int64"), "name": Value("string")}
@@ -54,7 +57,7 @@ class TokenizedSamples(View):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         rows = Dataset.from_file(str(folder / TABLE))
-        self._ids, self._labels = (ListColumn(rows.data.column(key)) for key in ("input_ids", "labels"))
+        self._columns = {key: rows.data.column(key) for key in ("input_ids", "labels")}
         self._names = rows.data.column("name")
         self.lengths = rows.data.column("length").to_numpy()  # [N]
         self.num_targets: np.ndarray = rows.data.column("num_targets").to_numpy()  # [N], of each sample
@@ -66,32 +69,18 @@ class TokenizedSamples(View):
         return TokenizedSamples, (self._folder,)
 
     def at(self, index: int) -> Sample:
-        return {"input_ids": self._ids.at(index), "labels": self._labels.at(index)}  # [T], [T]
+        # Of pyarrow, since `datasets` takes a hundred times as long for a row.
+        arrays = {key: column[index].values.to_numpy() for key, column in self._columns.items()}
+        return {key: torch.from_numpy(array.astype(np.int64)) for key, array in arrays.items()}  # [T], [T]
 
     def name(self, index: int) -> str:
         return self._names[index].as_py()
 
 
-class ListColumn:
-    """A column of lists of numbers, read from the file's memory: `datasets` takes a hundred times as long for a row."""
-
-    def __init__(self, column: Any) -> None:
-        self._starts = [0, *accumulate(map(len, column.chunks))]  # rows before each chunk
-        self._chunks = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks]
-
-    def at(self, index: int) -> Tensor:
-        """Return the numbers of a row, [T] int64."""
-        number = bisect_right(self._starts, index) - 1
-        (offsets, values), row = self._chunks[number], index - self._starts[number]
-        return torch.from_numpy(values[offsets[row] : offsets[row + 1]].astype(np.int64))
-
-
 def find_damage(folder: Path) -> str | None:
     """Return what is wrong with an entry, of which every byte is read, about 1 GB/s; None for a whole one."""
     try:
-        sealed = json.loads((folder / SUMMARY).read_text())
-        if isinstance(sealed, dict) and DIGEST not in sealed:
-            return EARLIER
+        sealed = read_table(folder / SUMMARY)
         if sealed.get(DIGEST) != digest_of(sealed):
             return f"{SUMMARY} is not what was written"
         if sha256_of_file(folder / TABLE) != sealed["table_sha256"]:
@@ -189,47 +178,37 @@ def put(entry: CacheEntry, console: Console) -> None:
     if folder.exists() and find_damage(folder) is None:
         return
     named = samples_of(entry.source, entry.key, entry.config, entry.tokenizer, skipped)
-    unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.unfinished")
+    progress = console.progress(f"tokenizing {entry.key}", entry.source.max_samples, "rows")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         remove_left_over(folder, console)
-        unfinished.mkdir()  # readable for as many as the user lets, who may share it
-        with console.progress(f"tokenizing {entry.key}", entry.source.max_samples, "rows") as advance:
+        with new_folder(folder) as unfinished, progress as advance:
             try:
-                write_samples(unfinished, counted(named, advance), skipped)
+                write_samples(unfinished, named, skipped, advance)
             except MegabatchError:
                 entry.check_unchanged()  # whatever else a change made of the rows
                 raise
             entry.check_unchanged()
-        give_name(unfinished, folder)
     except OSError as error:
+        if find_damage(folder) is None:  # another run was first
+            return
         raise MegabatchError(
             f"cannot write tokenized data to {folder.parent} ({error.strerror or error}); set data.cache to a folder "
             "that can be written and has room"
         ) from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def remove_left_over(folder: Path, console: Console) -> None:
     """Remove an entry that is damaged, and what runs that were killed have left of it."""
     if folder.exists() and (damage := find_damage(folder)):  # asked anew: another run may have made it meanwhile
-        tell, what = (console.say, damage) if damage == EARLIER else (console.warn, f"damaged ({damage})")
-        tell(f"the tokenized data in {folder} is {what}; it is made anew")
-        shutil.rmtree(folder, ignore_errors=True)
-    for left in folder.parent.glob(f"{folder.name}.*.unfinished"):
+        console.warn(f"the tokenized data in {folder} is damaged ({damage}); it is made anew")
+        remove_path(folder)
+    for unfinished in folder.parent.glob(f".{folder.name}.*{UNFINISHED}"):
         with contextlib.suppress(FileNotFoundError):  # another run is as far, or has made it whole
-            if time.time() - left.stat().st_mtime > SECONDS_OF_WRITING:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - unfinished.stat().st_mtime > SECONDS_OF_WRITING:
+                remove_path(unfinished)
 
 
-def counted(named: Iterator[Named], advance: Callable[[int], None]) -> Iterator[Named]:
-    for each in named:
-        yield each
-        advance(1)
-
-
-def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped) -> None:
+def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped, advance: Callable[[int], None]) -> None:
     """Write samples and their names into an empty folder, and a summary when the last one is there."""
     content = hashlib.sha256()
     with ArrowWriter(path=str(folder / TABLE), features=FEATURES) as writer:
@@ -240,6 +219,7 @@ def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped) -> Non
             name = os.fsencode(name).decode("utf-8", "backslashreplace")  # a file's may hold bytes that are no UTF-8
             row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_targets": num_targets, "name": name}
             writer.write(row)
+            advance(1)
         writer.finalize()
     summary = {
         "table_sha256": sha256_of_file(folder / TABLE),
@@ -247,12 +227,3 @@ def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped) -> Non
         "skipped": asdict(skipped),
     }
     (folder / SUMMARY).write_text(sealed_text(summary))
-
-
-def give_name(unfinished: Path, folder: Path) -> None:
-    """Rename a finished entry, unless another run was first."""
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if find_damage(folder):
-            raise

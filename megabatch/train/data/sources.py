@@ -10,10 +10,8 @@ import gzip
 import io
 import json
 import re
-import tempfile
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -47,7 +45,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 ESCAPED = re.compile("[\udc80-\udcff]")  # what Python makes of a byte that is not UTF-8
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # Excel's "Unicode text" begins with one
-LIST_OF_OBJECTS = re.compile(rb"\s*\[\s*(\{|$)")  # the first line of a file that is one
+MORE_THAN_ONE = "Extra data"  # what json says of a file with several values
 MAX_LINE_BYTES, PIECE_BYTES = 64 << 20, 1 << 20  # a line takes about 34 times its bytes of memory until it is tokens
 MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than many a text has
 ROLES = {  # ShareGPT's speakers
@@ -277,10 +275,8 @@ def file_rows(kind: Kind, path: str, key: str) -> Rows:
     try:
         with cast(IO[bytes], gzip.open(path)) if path.lower().endswith(".gz") else Path(path).open("rb") as file:
             if kind in TEXT_KINDS and cast(Any, file).peek(2)[:2] in UTF16_MARKS:
-                with utf8_copy(file) as copy:
-                    yield from READERS[kind](path, copy)
-            else:
-                yield from READERS[kind](path, file)
+                file = io.BufferedReader(cast(Any, io.BytesIO(file.read().decode("utf-16").encode())))
+            yield from READERS[kind](path, file)
     except MegabatchError:
         raise
     except (OSError, EOFError, ValueError, RuntimeError, csv.Error, zlib.error) as error:
@@ -290,44 +286,18 @@ def file_rows(kind: Kind, path: str, key: str) -> Rows:
         ) from None
 
 
-@contextmanager
-def utf8_copy(file: IO[bytes]) -> Generator[IO[bytes], None, None]:
-    """Return a file of UTF-16 as one of UTF-8, which is removed at the end."""
-    decoder = codecs.getincrementaldecoder("utf-16")()
-    with tempfile.TemporaryFile() as copy:
-        while piece := file.read(PIECE_BYTES):
-            copy.write(decoder.decode(piece).encode())
-        copy.write(decoder.decode(b"", final=True).encode())
-        copy.seek(0)
-        yield copy
-
-
 def json_rows(path: str, file: Any) -> Rows:
     """Yield an object a line; a file may be one list of objects instead."""
-    if not is_json_list(path, file):
-        return line_rows(path, file, json.loads)
-    listed = enumerate(json.loads(file.read().decode("utf-8-sig")), start=1)
-    return (row_of(f"{path}:{number}", fields) for number, fields in listed)
-
-
-def is_json_list(path: str, file: Any) -> bool:
-    """Return True for a file that is one list; in a .jsonl with a list in each line, the first line ends its list."""
     if not file.peek(1).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        return False
-    if ending_of(path) == ".json":
-        return True
-    first = file.readline(MAX_LINE_BYTES)
-    is_only_line = not file.readline(PIECE_BYTES).strip()
-    file.seek(0)
-    if not LIST_OF_OBJECTS.match(first.removeprefix(BYTE_ORDER_MARK)):
-        return False
+        return line_rows(path, file, json.loads)
+    content = file.read()
     try:
-        json.loads(first.decode("utf-8-sig"))
-    except json.JSONDecodeError:
-        return True
-    except (ValueError, RecursionError):
-        return False
-    return is_only_line
+        objects = json.loads(content.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg != MORE_THAN_ONE:
+            raise
+        return line_rows(path, io.BytesIO(content), json.loads)  # a list in each line, of which none is a row
+    return (row_of(f"{path}:{number}", fields) for number, fields in enumerate(objects, start=1))
 
 
 def text_rows(path: str, file: IO[bytes]) -> Rows:

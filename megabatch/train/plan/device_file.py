@@ -1,53 +1,73 @@
 """Device files: the speed of this machine, measured, written as TOML and read in place of a data sheet's.
 
 Each figure is the median of `REPEATS` timings after `WARM_UP` untimed runs, by events on CUDA and by the wall clock on
-a CPU. Rates are those of one large operation, so a device that is read has the efficiency 1: products of a real model
+a CPU. _Rates are those of one large operation, so a device that is read has the efficiency 1: products of a real model
 are smaller and can be slower.
 """
 
-import math
 import os
 import platform
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tomli_w
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import sdpa_flop_count
 
 from megabatch.errors import PlanError
 from megabatch.simulate import DEVICES, Device
+from megabatch.train.config.recipe import expected_text, shortened
 
 WARM_UP, REPEATS, LAUNCHES = 3, 7, 200
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL_BYTES = 4096  # of a rank's part of the small all-gather
+SHORTEST = 1e-8  # seconds
 
 Figures = dict[str, Any]  # as in the file
-# The smallest and the largest figure that a machine can have: others have a wrong unit.
-RATE, SECONDS = (1e7, 1e17), (1e-8, 10.0)
-RATES = dict.fromkeys(DTYPES, RATE)
-TABLES: dict[str, dict[str, tuple[float, float]]] = {  # "": keys of no table
-    "": {"memory_bytes": (2.0**26, 2.0**50), "memory_bytes_per_second": (1e8, 1e15), "launch_seconds": SECONDS},
-    "matmul_flops_per_second": RATES,
-    "attention_flops_per_second": RATES,
-    "all_gather": {
-        "ranks": (2, 2.0**20),
-        "ranks_per_node": (1, 2.0**10),
-        "latency_seconds": SECONDS,
-        "bytes_per_second": (1e5, 1e15),
-    },
-}
-WORDS = ("like", "name", "torch")  # keys with text
 _AGAIN = "write it with megabatch plan --measure FILE"
-OPTIONAL = "all_gather"  # a table that a file of one rank lacks
+# The smallest and the largest figure that a machine can have: others have a wrong unit.
+Bytes = Annotated[float, Field(ge=2**26, le=2**50)]
+BytesPerSecond = Annotated[float, Field(ge=1e8, le=1e15)]
+Rate = Annotated[float, Field(ge=1e7, le=1e17)]  # FLOP per second
+Seconds = Annotated[float, Field(ge=SHORTEST, le=10)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Rates(_Table):
+    float32: Rate
+    bfloat16: Rate
+
+
+class _AllGather(_Table):
+    ranks: Annotated[int, Field(ge=2, le=2**20)]
+    ranks_per_node: Annotated[int, Field(ge=1, le=2**10)]
+    latency_seconds: Seconds
+    bytes_per_second: Annotated[float, Field(ge=1e5, le=1e15)]
+
+
+class _DeviceFile(_Table):
+    like: Literal[*DEVICES]  # pyright: ignore[reportInvalidTypeForm]  # the known device that is nearest
+    name: str
+    torch: str
+    memory_bytes: Bytes
+    memory_bytes_per_second: BytesPerSecond
+    launch_seconds: Seconds
+    matmul_flops_per_second: _Rates
+    attention_flops_per_second: _Rates
+    all_gather: _AllGather | None = None
 
 
 class MeasuredSizes(NamedTuple):
@@ -155,7 +175,7 @@ def fit_line(small: tuple[int, float], large: tuple[int, float]) -> tuple[float,
             f"{small[1]:.3g} s; measure again without other work on this machine"
         )
     rate = more_bytes / more_seconds
-    return max(small[1] - small[0] / rate, SECONDS[0]), rate
+    return max(small[1] - small[0] / rate, SHORTEST), rate
 
 
 def device_toml(figures: Figures) -> str:
@@ -171,79 +191,51 @@ def read_device(path: Path) -> Device:
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise PlanError(f"the device file {path} cannot be read ({reason}); {_AGAIN}") from None
-    _check(figures, path)
-    return _device_of(figures)
+    try:
+        return _device_of(_DeviceFile.model_validate(figures))
+    except ValidationError as error:
+        raise _explain(error.errors()[0], path) from None
 
 
-def _check(figures: Figures, path: Path) -> None:
-    known = [*WORDS, *TABLES[""], *(table for table in TABLES if table)]
-    for table, bounds in TABLES.items():
-        if table == OPTIONAL and table not in figures:
-            continue
-        values = figures.get(table) if table else figures
-        if not isinstance(values, dict):
-            seen = "has no table" if values is None else f"has {values!r} as"
-            raise PlanError(f"the device file {path} {seen} [{table}] with {', '.join(bounds)}; {_AGAIN}")
-        numbers, prefix = cast(dict[str, object], values), f"{table}." if table else ""
-        for key in numbers:
-            if key not in (bounds if table else known):
-                names = ", ".join(bounds if table else known)
-                raise PlanError(
-                    f"the device file {path} has the unknown key {prefix}{key}; remove it; keys are {names}"
-                )
-        for key, (least, most) in bounds.items():
-            _check_number(numbers, key, (least, most), f"the device file {path} has", prefix)
-    for key in WORDS:
-        if not isinstance(figures.get(key), str):
-            raise PlanError(f"the device file {path} has {key} = {figures.get(key)!r}; write a text")
-    if figures["like"] not in DEVICES:
-        raise PlanError(
-            f"the device file {path} has like = {figures['like']!r}; name the known device that is nearest: "
-            f"{', '.join(DEVICES)}"
-        )
+def _explain(error: ErrorDetails, path: Path) -> PlanError:
+    """Return one line for one of pydantic's errors."""
+    key, file = ".".join(map(str, error["loc"])), f"the device file {path}"
+    if error["type"] == "missing":
+        return PlanError(f"{file} has no {key}; {_AGAIN}")
+    if error["type"] == "extra_forbidden":
+        return PlanError(f"{file} has the unknown key {key}; remove it")
+    return PlanError(
+        f"{file} has {key} = {shortened(repr(error['input']))}; {expected_text(error)}: correct it or its unit"
+    )
 
 
-def _check_number(
-    numbers: Mapping[str, object], key: str, bounds: tuple[float, float], where: str, prefix: str
-) -> None:
-    value = numbers.get(key)
-    if value is None:
-        raise PlanError(f"{where} no {prefix}{key}; {_AGAIN}")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    is_whole = isinstance(value, int) or isinstance(bounds[0], float)  # counts of ranks are whole
-    if not is_number or not is_whole or not bounds[0] <= cast(float, value) <= bounds[1]:
-        kind = "number" if isinstance(bounds[0], float) else "whole number"
-        unit = "FLOP per second" if prefix.endswith("flops_per_second.") else key.replace("_", " ")
-        raise PlanError(
-            f"{where} {prefix}{key} = {value!r}; it must be a {kind} from {bounds[0]:.3g} to {bounds[1]:.3g}, "
-            f"in {unit}: correct its unit"
-        )
-
-
-def _device_of(figures: Figures) -> Device:
-    like, rates = DEVICES[figures["like"]], figures["matmul_flops_per_second"]
-    half, single = float(rates["bfloat16"]), float(rates["float32"])
-    attention = {dtype: float(figures["attention_flops_per_second"][name]) for name, dtype in DTYPES.items()}
+def _device_of(figures: _DeviceFile) -> Device:
+    like, rates = DEVICES[figures.like], figures.matmul_flops_per_second
+    attention = figures.attention_flops_per_second
     device = replace(
         like,
-        name=f"{figures['name']} (measured)",
-        memory_bytes=int(figures["memory_bytes"]),
+        name=f"{figures.name} (measured)",
+        memory_bytes=int(figures.memory_bytes),
         flops={
-            torch.bfloat16: half,
-            torch.float16: half,
-            torch.float32: single,
+            torch.bfloat16: rates.bfloat16,
+            torch.float16: rates.bfloat16,
+            torch.float32: rates.float32,
             torch.float64: like.flops_per_second(torch.float64),
         },
-        attention_flops=attention | {torch.float16: attention[torch.bfloat16]},
-        memory_bytes_per_second=float(figures["memory_bytes_per_second"]),
-        launch_seconds=float(figures["launch_seconds"]),
+        attention_flops={
+            torch.bfloat16: attention.bfloat16,
+            torch.float16: attention.bfloat16,
+            torch.float32: attention.float32,
+        },
+        memory_bytes_per_second=figures.memory_bytes_per_second,
+        launch_seconds=figures.launch_seconds,
         efficiency=1.0,
     )
-    gather = figures.get(OPTIONAL)
+    gather = figures.all_gather
     if gather is None:
         return device
     return device.with_measured_links(
-        gather["ranks"], gather["ranks_per_node"], gather["latency_seconds"], float(gather["bytes_per_second"])
+        gather.ranks, gather.ranks_per_node, gather.latency_seconds, gather.bytes_per_second
     )
 
 

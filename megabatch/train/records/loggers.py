@@ -109,7 +109,6 @@ class TensorBoard:
     def __init__(self, config: Config, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
         folder = Path(config.run.folder) / TENSORBOARD
         check_own_path(folder)
         self._writer = SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)
@@ -117,9 +116,8 @@ class TensorBoard:
         threading.excepthook = partial(_print_unless_writer, threading.excepthook)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
-        """Write the row as one event: `SummaryWriter.add_scalar` would make one of each number."""
-        values = [self._summary.Value(tag=tag, simple_value=number) for tag, number in row.items()]
-        cast(Any, self._writer).file_writer.add_summary(self._summary(value=values), step)
+        for tag, number in row.items():
+            self._writer.add_scalar(tag, number, step)
 
 
 def _print_unless_writer(hook: Callable[[Any], object], failed: Any) -> None:

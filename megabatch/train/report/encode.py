@@ -101,7 +101,6 @@ def skipped_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {
             "step": row["step"],
             "reason": str(row.get("reason", "")),
-            "is_whole": bool(row.get("is_whole", True)),  # an earlier version left out samples alone
             "num_samples": len(row.get("samples") or []),
             "samples": [str(name) for name in (row.get("samples") or [])[:5]],
         }

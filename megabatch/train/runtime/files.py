@@ -11,7 +11,7 @@ import stat
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -59,6 +59,18 @@ def replace_text(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Generator[Path]:
+    """Yield a folder beside the path, which takes its name at a good end and is gone at any other."""
+    unfinished = unfinished_name(path)
+    try:
+        unfinished.mkdir(parents=True)  # as readable as the user's umask lets it be
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 class NotAFileError(OSError):

@@ -74,9 +74,9 @@ function completionOf({ completion }) {
 
 function skippedOf(run) {
   if (!run.skipped.length) return [];
-  const rows = run.skipped.map((each) => [each.step, each.is_whole ? "skipped whole" : "made without them", each.num_samples, each.reason,
+  const rows = run.skipped.map((each) => [each.step, each.num_samples, each.reason,
     each.samples.join(", ") + (each.num_samples > each.samples.length ? ", ..." : "")]);
-  const table = tableElement("Updates that were not finite, the last first; skipped.jsonl names every sample.", ["update", "~what became of it", "samples", "~reason", "~which samples"], rows);
+  const table = tableElement("Skipped updates that were not finite, the last first; skipped.jsonl names every sample.", ["update", "samples", "~reason", "~which samples"], rows);
   return [element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "samples left out" }, table)];
 }
 
