@@ -8,13 +8,14 @@ number of ranks. A stream resumes from the beginning of a window: what lies befo
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from megabatch import CostModel
+from megabatch import CostModel, UpdateSampler
 from megabatch.errors import MegabatchError
-from megabatch.planning import Consumed, balance, deal, deal_microbatches
+from megabatch.planning import Consumed
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.encode import Named, Skipped, samples_of
@@ -75,21 +76,19 @@ class StreamUpdate:
     skipped: Skipped  # so far, in the present passes over the sources
 
     def share(
-        self, rank: int, num_ranks: int, cost: CostModel | None = None, limits: Mapping[str, int | None] | None = None,
-        *, same_bits: bool = False, speeds: Sequence[float] | None = None,
+        self, rank: int, num_ranks: int, limits: Mapping[str, int] = MappingProxyType({}), *, same_bits: bool = False,
+        cost: CostModel | None = None, speeds: Sequence[float] | None = None,
     ) -> list[Named]:  # fmt: skip
-        """Return a rank's part, as `UpdateSampler` shares it, with its limits: ``max_rows`` and ``max_tokens``."""
+        """Return a rank's part, as `UpdateSampler` shares it."""
         lengths = [len(sample["input_ids"]) for _, sample in self.samples]
-        if same_bits and limits is not None:
-            dealt = deal_microbatches(lengths, num_ranks, (cost or CostModel()).seconds, **limits)[rank]
-            mine = sorted(index for each in dealt for index in each)
-        elif limits is not None:
-            ranks = deal(np.asarray(lengths, dtype=np.int64), num_ranks, cost, **limits, speeds=speeds)
-            mine = np.flatnonzero(ranks == rank).tolist()
-        else:
-            price = float if cost is None else cost.sample_seconds
-            mine = balance([price(length) for length in lengths], num_ranks)[rank]
-        return [self.samples[index] for index in mine]
+        limits = dict(limits)
+        if "max_microbatch_tokens" in limits:  # a stream may come to a sample that is longer than those measured
+            limits["max_microbatch_tokens"] = max(limits["max_microbatch_tokens"], *lengths)
+        sampler = UpdateSampler(
+            lengths, global_batch_size=len(lengths), dp_rank=rank, dp_degree=num_ranks, same_bits=same_bits, cost=cost,
+            speeds=speeds if limits else None, **limits,
+        )  # fmt: skip
+        return [self.samples[index] for index in sampler.share(range(len(lengths)))]
 
 
 class Stream:

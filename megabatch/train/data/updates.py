@@ -363,11 +363,9 @@ class Streamed(IterableDataset[Delivery]):
 
     def _delivery(self, update: StreamUpdate, after: State) -> Delivery:
         settings = self._stream.config.update
-        limits = limits_of(self._stream.config, self._dealing)
-        cut = {"max_rows": limits.get("micro_batch_size"), "max_tokens": limits.get("max_microbatch_tokens")}
         mine = update.share(
-            self._ranks.dp_rank, self._ranks.dp_degree, self._dealing.cost, cut if limits else None,
-            same_bits=bool(settings.same_bits), speeds=self._dealing.speeds,
+            self._ranks.dp_rank, self._ranks.dp_degree, limits_of(self._stream.config, self._dealing),
+            same_bits=bool(settings.same_bits), cost=self._dealing.cost, speeds=self._dealing.speeds,
         )  # fmt: skip
         return Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
 
