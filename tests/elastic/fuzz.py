@@ -1,8 +1,11 @@
-"""Random recipes are read and planned: each works, or ends with one line; writes fuzz.json.
+"""Random recipes are read, planned and run: each works, or ends with one line; writes fuzz.json.
 
 python -m tests.elastic.fuzz
 """
 
+import argparse
+import contextlib
+import io
 import json
 import random
 import tempfile
@@ -13,19 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megabatch import MegabatchError, plan
+from megabatch.train.cli import commands as cli
 from megabatch.train.config import Config
 from megabatch.train.config.contradictions import check_config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.updates import count_updates
 from megabatch.train.model.optimizer import decay_steps_of, lr_factor
-from tests.elastic.recipes import Recipe, recipes
+from tests.elastic.recipes import Recipe, recipes, runnable
 
 RESULT = Path(__file__).with_suffix(".json")
+NUM_TEXTS = 40
 
 
 class Outcomes:
@@ -106,17 +112,57 @@ def planned(config: Config) -> None:
     assert sorted(index for each in found.microbatches for index in each) == list(range(len(lengths)))
 
 
-def fuzz(num_read: int) -> Outcomes:
-    """Read so many recipes, and plan those that can be read."""
+def write_data(folder: Path) -> None:
+    """The files that recipes which are run name."""
+    texts = [f"{number} " + "ab" * (number % 9) for number in range(NUM_TEXTS)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (folder / "good.jsonl").write_text("\n".join(lines))
+    (folder / "broken.jsonl").write_text("\n".join([*lines[:9], "{oops", *lines[9:]]))
+    (folder / "pairs.csv").write_text("prompt,response\n" + "".join(f"p{text},{text}\n" for text in texts))
+    (folder / "a.txt").write_text("\n".join(texts))
+
+
+def trained(folder: Path, outcomes: Outcomes, recipe: Recipe) -> None:
+    """Run a recipe for two updates."""
+    with tempfile.TemporaryDirectory(dir=folder) as here:
+        run = {"folder": f"{here}/run", "max_steps": 2, "tensorboard": False, "device": "cpu"}
+        data = {"path": str(folder / recipe["data"]["path"]), "cache": str(folder / "cache")}
+        whole = {**recipe, "run": recipe["run"] | run, "data": recipe["data"] | data}
+        config = {key: value for key, value in whole["model"]["config"].items() if value is not None}
+        whole["model"] = whole["model"] | {"config": config}
+        path = Path(here) / "recipe.toml"
+        path.write_text(tomli_w.dumps(whole))
+        outcomes.of("run", recipe, lambda: ended(["train", str(path)]))
+
+
+def ended(arguments: list[str]) -> None:
+    """A command that ends with status 0; its line is raised where that is 2."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.run(arguments)
+    if status == 2:
+        raise MegabatchError(err.getvalue().removesuffix("\n"))
+    assert status == 0, (status, err.getvalue())
+
+
+def fuzz(num_read: int, num_run: int) -> Outcomes:
+    """Read so many recipes, run so many others."""
     outcomes = Outcomes()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        write_data(folder)
         each_of(recipes(), num_read, lambda recipe: read(folder, outcomes, recipe))
+        each_of(runnable(), num_run, lambda recipe: trained(folder, outcomes, recipe))
     return outcomes
 
 
 def main() -> None:
-    outcomes = fuzz(10_000)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--read", type=int, default=10_000)
+    parser.add_argument("--run", type=int, default=200)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    outcomes = fuzz(arguments.read, arguments.run)
     RESULT.write_text(json.dumps({**dict(sorted(outcomes.counts.items())), "bugs": outcomes.bugs}, indent=1) + "\n")
     print("\n\n".join(outcomes.bugs[:30]))
     print(outcomes.lines.most_common(12))

@@ -1,4 +1,4 @@
-"""Random recipes of every key, most of them valid."""
+"""Random recipes: of every key, most of them valid; and of small models that can be run."""
 
 import types
 from collections.abc import Mapping
@@ -138,3 +138,131 @@ def argument(key: str, value: Any) -> str:
     """A value as the command line writes it."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"--{key}={text}"
+
+
+@st.composite
+def some(draw: st.DrawFn, **keys: list[Any]) -> dict[str, Any]:
+    """A table with at most two of the keys, each with one of its values."""
+    return {key: draw(st.sampled_from(keys[key])) for key in draw(st.sets(st.sampled_from([*keys]), max_size=2))}
+
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 384,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+RUNNABLE: dict[str, Strategy] = {
+    "model": some(
+        dtype=["float32", "float64", "bfloat16"],
+        compute_dtype=["bfloat16"],
+        attention=["eager", "sdpa"],
+        activation_checkpointing=[True, False],
+        freeze=[["*.mlp.*"], ["*"], ["*attn*", "*mlp*"]],
+        tokenizer=["bytes"],
+    ),
+    "data": some(
+        pack_tokens=[8, 64],
+        max_sample_tokens=[8, 20, 64],
+        broken_rows=["stop", "skip"],
+        streaming=[True, False],
+        shuffle_window=[1, 5, 100],
+        look_ahead=[0, 2],
+        max_samples=[1, 2, 20],
+        num_workers=[0],
+    ),
+    "update": some(
+        tail=["step", "drop", "carry"],
+        max_norm=[0.1, 1.0, "none"],
+        on_nonfinite=["raise", "skip_update"],
+        sync=["auto", "last", "every", "replica_last"],
+    ),
+    "optim": some(
+        name=["AdamW", "SGD", "Adafactor", "Adagrad"],
+        lr=[0.0, 1e-3, 1e30],
+        options=[{}, {"foreach": True}],
+        betas=[[0.0, 0.0], [0.9, 0.99]],
+        weight_decay=[0.0, 0.1],
+        warmup_steps=[0, 1, 100],
+        schedule=["cosine", "linear", "constant", "wsd"],
+        decay_steps=[1, 2, 50],
+        final_lr_share=[0.0, 1.0],
+        ema_decay=[0.0, 0.9],
+    ),
+    "eval": some(every=[1, 2, "none"], num_samples=[0, 1, 5, 1000], patience=[1, 2], watch=["held-out"]),
+    "run": some(
+        max_epochs=[1, 2],
+        save_every=[1, 2],
+        keep_last=[1, 3],
+        keep_best=[True, False],
+        seed=[0, 7, 2**62],
+        profile_steps=[[1], [2, 1]],
+    ),
+    "parallel": some(
+        wrapper=["ddp", "fsdp2", "replicate"],
+        tp=[1],
+        cp=[1],
+        pp=[1],
+        reshard_after_forward=[False],
+    ),
+}
+ODD: dict[str, list[Any]] = {
+    "model.attention": ["none such"],
+    "model.freeze": [["*nobody*"], []],
+    "data.text_field": ["text", "body"],
+    "data.split": ["test"],
+    "data.weight": [2.0],
+    "data.pack_tokens": [1, 100],
+    "data.max_sample_tokens": [1],
+    "data.path": ["nowhere.jsonl", "broken.jsonl"],
+    "update.accumulate_dtype": ["float32"],
+    "update.memory": ["20GiB", "1KiB", "much"],
+    "update.max_microbatch_tokens": [1, 10],
+    "optim.name": ["LBFGS", "Muon", "adamw"],
+    "optim.options": [{"momentum": 0.9}, {"lr": 1.0}, {"nothing": 1}],
+    "optim.cooldown_steps": [1, 60],
+    "eval.watch": ["nobody"],
+    "parallel.tp": [2],
+    "parallel.pp": [2],
+    "parallel.dp_shard": [1, 2],
+    "parallel.schedule": ["GPipe"],
+    "parallel.sequence_parallel": [True],
+    "parallel.loss_parallel": [True],
+}
+
+
+@st.composite
+def runnable(draw: st.DrawFn) -> Recipe:
+    """A recipe of a tiny model on the data of a folder; where to write is left out. Most can be run."""
+    found = {section: draw(strategy) for section, strategy in RUNNABLE.items()}
+    found["model"]["config"] = draw(st.sampled_from([GPT2, LLAMA]))
+    broken = {"path": "broken.jsonl", "broken_rows": "skip"}
+    paths = [*[{"path": "good.jsonl"}] * 3, broken, {"path": "pairs.csv"}, {"path": "*.txt"}]
+    found["data"] |= draw(st.sampled_from(paths))
+    bounds: list[dict[str, Any]] = [
+        {"micro_batch_size": 2},
+        {"max_microbatch_tokens": 64},
+        {"micro_batch_size": 50},
+        {},
+    ]
+    found["update"] |= {"global_batch_size": draw(st.sampled_from([1, 4, 9])), **draw(st.sampled_from(bounds))}
+    if draw(st.sampled_from([False, False, True])):
+        section, _, key = (name := draw(st.sampled_from([*ODD]))).partition(".")
+        found[section][key] = draw(st.sampled_from(ODD[name]))
+    return found
