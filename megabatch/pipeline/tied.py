@@ -14,8 +14,8 @@ from torch import nn
 from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import local
 from megabatch.errors import PlanError
+from megabatch.inspection.checksum import checksum
 from megabatch.torch_private.classes import is_dtensor
-from megabatch.wrappers.rank_agreement import checksum
 
 
 class TiedCopy(NamedTuple):

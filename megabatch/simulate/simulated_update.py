@@ -36,6 +36,7 @@ from megabatch.core.contract import CoupledLoss, LossFunction, differentiable, t
 from megabatch.core.gradients import clip_gradients, drop_gradients
 from megabatch.core.wrapper import Wrapper, local
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
+from megabatch.inspection.checksum import checksum
 from megabatch.pipeline.order import (
     BACKWARD,
     FORWARD,
@@ -69,7 +70,6 @@ from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import agreement_of_stages, messages_of_stages
 from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
-from megabatch.wrappers.rank_agreement import checksum
 from megabatch.wrappers.wide_gradients import WideGradients
 
 NUM_DISTINCT = 2  # microbatches, of which every other one repeats the first backward or the second forward

@@ -24,6 +24,7 @@ from megabatch.core.gradients import Gradients
 from megabatch.core.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
 from megabatch.core.wrapper import Choice, Wrapper, local, stranding
 from megabatch.errors import PlanError
+from megabatch.inspection.checksum import checksum
 from megabatch.inspection.model_facts import with_config
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1
 from megabatch.torch_private.module_members import has_compiled
@@ -33,7 +34,6 @@ from megabatch.wrappers.checks import find_dispatches, refuse_unknown
 from megabatch.wrappers.collective_order import END, OrderedWrapper
 from megabatch.wrappers.exact_gradients import ExactGradients
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
-from megabatch.wrappers.rank_agreement import checksum
 from megabatch.wrappers.rank_sums import agree_on_layouts, sum_over_ranks
 
 SAMPLE_AXES = (*DATA_AXES, EXPERT_AXIS)  # ranks along these see different samples

@@ -13,13 +13,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from megabatch.core.wrapper import Wrapper, local
 from megabatch.errors import PlanError
+from megabatch.inspection.checksum import checksum
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
 from megabatch.torch_private.module_members import name_without_wrappers
 from megabatch.torch_private.operations import is_traceable_wrapper_subclass
 
 Facts = list[tuple[str, str]]  # what a fact is about, and what it says, as shown in an error
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-CHUNK = 2**20  # elements; bounds the memory of a checksum
 
 
 def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None, planner: str) -> None:
@@ -120,20 +119,6 @@ def _local_tensors(tensor: Tensor) -> Iterator[Tensor]:
                 yield from _local_tensors(inner)
     elif tensor.layout == torch.strided and not tensor.is_meta:
         yield tensor
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Sum the bits as integers, each times an odd number by position, in int64: no order of adding rounds."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().reshape(-1).view(INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    odd = torch.arange(
-        1, 2 * CHUNK if len(bits) > CHUNK else 2 * len(bits) + 1, 2, dtype=torch.int64, device=bits.device
-    )
-    for number, chunk in enumerate(bits.split(CHUNK)):
-        total += (chunk * odd[: len(chunk)]).sum() * (2 * number + 1)
-    return total
 
 
 def _digest(facts: Facts) -> float:

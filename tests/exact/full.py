@@ -48,6 +48,7 @@ SOURCES = (  # the library files that decide the numbers
     "losses/coupled_loss.py",
     "guards/call_watch.py",
     "guards/divided_loss.py",
+    "inspection/checksum.py",
     "core/divisors.py",
     "core/guard.py",
     "core/random_state.py",
