@@ -23,7 +23,7 @@ CHAPTERS = [  # a chapter imports only chapters above it
 ]  # fmt: skip
 # Files of a chapter; of any other 9 at most.
 LARGE = {"planning": 15, "core": 21, "batching": 17, "simulate": 11, "integrations": 12, "torch_private": 15,
-         "verification": 12, "guards": 10, "wrappers": 12, "train/runtime": 10}  # fmt: skip
+         "verification": 12, "guards": 10, "wrappers": 13, "train/runtime": 10}  # fmt: skip
 BESIDE = ("optim", "pipeline", "autotune", "verification", "experts", "simulate", "integrations")  # of the core
 NEIGHBOURS = {  # and why
     ("simulate", "pipeline"), ("simulate", "optim"),  # it simulates their schedules and states

@@ -6,7 +6,7 @@ the wrapper's own division. Gradients are therefore sums over data and context r
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_
 from typing import Any
@@ -184,8 +184,11 @@ class SelfWrapped(nn.Module, ABC):
     """A model that makes its own wrapper, since its modules need more than the wrapper of each."""
 
     @abstractmethod
-    def make_wrapper(self, mesh: DeviceMesh | None) -> Wrapper:
-        """Return the wrapper that sums the gradients. Raises `PlanError` for a mesh that is not the model's."""
+    def make_wrapper(self, mesh: DeviceMesh | None, wrap_stages: Callable[..., Wrapper]) -> Wrapper:
+        """Return the wrapper that sums the gradients. Raises `PlanError` for a mesh that is not the model's.
+
+        ``wrap_stages(self, mesh)`` makes it of the model's ``stages``, over the mesh of the ranks that hold the same.
+        """
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

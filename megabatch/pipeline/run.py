@@ -7,6 +7,7 @@ the model's inputs. The last stage calls it again with an `_Answer`, which retur
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -31,14 +32,14 @@ from megabatch.core.contract import (
     weigh_of,
 )
 from megabatch.core.error_kinds import is_out_of_memory
+from megabatch.core.extension import Call
 from megabatch.core.mesh import DataRanks
 from megabatch.core.samples import Microbatch
 from megabatch.core.update import OpenUpdate, add_terms
-from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError, PlanError
 from megabatch.pipeline.pad_to_shape import Inputs, crop_output, fingerprint, in_one_shape
 from megabatch.pipeline.schedule_steps import group_microbatches
-from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
+from megabatch.pipeline.stages import Pipeline, nothing_of
 from megabatch.planning.stretches import stretch_alike
 from megabatch.torch_private.operations import pytree
 
@@ -47,18 +48,21 @@ __all__ = ["Pipeline", "evaluate"]
 Named = list[tuple[str, bool, float | None]]  # a microbatch's terms: name, has a graph, weight if on the host
 
 
-def run_schedule(
-    loss_fn: LossFunction | CoupledLoss, prepared: PreparedBatch, agreement: CallAgreement, wrapper: Wrapper,
-    opened: OpenUpdate,
-) -> dict[str, Term]:  # fmt: skip
+def run_schedule(model: Pipeline, call: Call, reducing: AbstractContextManager[None]) -> dict[str, Term]:
     """Add a call's gradient to the open update. Return its sums, the same on every stage.
 
     An error of the loss or of a stage is raised on all ranks after the last schedule step. A stage that other ranks
     hold too and wait for (FSDP2, DDP, context parallelism) ends the step when it fails, and the error broadcast tells
     all ranks.
     """
-    assert isinstance(wrapper, PipelineWrapper)
-    model, device = wrapper.pipeline, wrapper.device
+    loss_fn, opened, prepared, agreement, wrapper = (
+        call.loss_fn,
+        call.opened,
+        call.prepared,
+        call.agreement,
+        call.wrapper,
+    )
+    device = wrapper.device
     if takes_divisor(loss_fn):
         raise PlanError("a loss that takes the divisor cannot run through a Pipeline; give one that returns its sum")
     if isinstance(loss_fn, CoupledLoss):
@@ -77,7 +81,7 @@ def run_schedule(
     last = _LastStage(
         model, *_recorded_by_all(make, loss_fn, model, device, wrapper.loss_factor, sizes), loss_fn, opened
     )
-    with wrapper.call():
+    with reducing:
         last.run(sizes, device, backward=True)
     sums: dict[str, Term] = {}
     # Every stage adds the same sums, so that each can close the update without asking the last one.

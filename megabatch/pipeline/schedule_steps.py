@@ -6,15 +6,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from megabatch.batching.stretch_planner import StretchPlanner
 from megabatch.core.call import CallAgreement, MicrobatchPlanner, PreparedBatch
-from megabatch.core.contract import LossHooks, Prepare, Weigh
+from megabatch.core.contract import LossHooks
 from megabatch.core.samples import Batch, Samples
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError
 from megabatch.pipeline.stages import MOST_STEPS, SCHEDULES, Pipeline
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
-from megabatch.planning.stretches import stretch
 
 MOST_LENGTHS = 128  # at which a step may end; with more distinct lengths, some of them
 
@@ -109,20 +107,6 @@ class SchedulePlanner(MicrobatchPlanner):
     def _summarize(self, lengths: Sequence[int]) -> RankLengths:
         """Return the numbers by which all ranks choose the same steps."""
         return _count_lengths(lengths, *self.limits, self.cost)
-
-
-@dataclass(frozen=True)
-class StretchSchedulePlanner(StretchPlanner, SchedulePlanner):
-    """Splits samples into schedule steps, of which `run_schedule` cuts all microbatches to one length over "cp"."""
-
-    def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
-        """Return the batch as whole samples."""
-        return self.batching.samples(batch, self.length)
-
-    def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
-        """Return the function that counts what this rank weighs of a whole microbatch."""
-        rank, degree = self.ranks.context_rank, self.ranks.context_degree
-        return weigh and (lambda microbatch: weigh(stretch(microbatch, rank, degree)))
 
 
 def _count_lengths(

@@ -1,4 +1,4 @@
-"""The stages of a model on this rank, the schedules of torch that run them, and how their gradients are reduced.
+"""The stages of a model on this rank, and the schedules of torch that run them.
 
 torch fixes a schedule's shapes when it creates the schedule. There is therefore one schedule for each shape and number
 of microbatches.
@@ -6,7 +6,7 @@ of microbatches.
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -20,9 +20,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.core.error_kinds import is_of_message, is_out_of_memory
-from megabatch.core.gradients import Gradients
 from megabatch.core.mesh import DataRanks, check_axes, is_expert
-from megabatch.core.wrapper import Choice, SelfWrapped, Wrapper
+from megabatch.core.wrapper import SelfWrapped, Wrapper
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.pipeline.pad_to_shape import Inputs, Shape, difference, meta_tensors
 from megabatch.pipeline.tied import TiedParameters
@@ -31,10 +30,6 @@ from megabatch.torch_private.module_members import original_of
 from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import run_schedule
 from megabatch.torch_private.versions import check_feature
-from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
-from megabatch.wrappers.detect import wrapper_of_one
-from megabatch.wrappers.multi_model import MultiModelWrapper
-from megabatch.wrappers.rank_sums import SummedWrapper
 
 MOST_STEPS = 4  # schedule steps of a call
 KEPT_SCHEDULES = 2 * MOST_STEPS  # each keeps buffers for everything that its step sends from stage to stage
@@ -190,19 +185,31 @@ class Pipeline(SelfWrapped):
             "loss call the model that it is given"
         )
 
-    def make_wrapper(self, mesh: DeviceMesh | None) -> "PipelineWrapper":
+    def make_wrapper(self, mesh: DeviceMesh | None, wrap_stages: Callable[..., Wrapper]) -> Wrapper:
         """Return a wrapper that reduces each stage by its own wrapper, over the mesh without its axis "pp"."""
         if mesh is not None and mesh != self.mesh:
             raise PlanError("mesh= is another mesh than that of the Pipeline; leave mesh= out")
         # A stage is reduced over the ranks that hold the same stage.
-        rest = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis != "pp")
-        if rest:
-            return PipelineWrapper(self, [wrapper_of_one(stage, self.mesh[rest]) for stage in self.stages])
-        for stage in self.stages:
-            refuse_foreign(stage)
-            refuse_unknown(stage)
-            check_dtensors(stage)
-        return PipelineWrapper(self, [SummedWrapper(stage, DataRanks()) for stage in self.stages])
+        axes = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis != "pp")
+        return wrap_stages(self, self.mesh[axes] if axes else None)
+
+    @property
+    def new_planner(self) -> Any:
+        """Makes the planner of calls, which splits samples into schedule steps."""
+        from megabatch.pipeline.schedule_steps import SchedulePlanner
+
+        return partial(SchedulePlanner, pipeline=self)
+
+    def run_call(self, call: Any, reducing: contextlib.AbstractContextManager[None]) -> Any:
+        """Run the microbatches of a call through the schedule. Return the sums, the same on every stage.
+
+        Args:
+            call: The call.
+            reducing: Surrounds the schedule steps, in which gradients are reduced.
+        """
+        from megabatch.pipeline.run import run_schedule
+
+        return run_schedule(self, call, reducing)
 
     def step(
         self, inputs: Sequence[Inputs], loss: Loss, device: torch.device, *, backward: bool, reduces: bool = True
@@ -351,77 +358,6 @@ def nothing_of(output: Any) -> Tensor:
         if found
         else torch.zeros((), requires_grad=True, device="cpu")
     )
-
-
-class PipelineWrapper(MultiModelWrapper):
-    """Reduces every stage of this rank by its own wrapper, once per call, in its last schedule step."""
-
-    is_pipeline = True
-    kind_name = "a pipeline"
-
-    def __init__(self, pipeline: Pipeline, wrappers: Sequence[Wrapper]) -> None:
-        super().__init__(wrappers, frozen=())
-        self.ranks = pipeline.ranks
-        self.stage_ranks = pipeline.stage_ranks
-        # No DTensor describes the parameters of other stages.
-        self.norm_groups = list(self.stage_ranks.pipeline_groups)
-        self.pipeline = pipeline
-        meet = self.forwards_meet or self._ddps or self.ranks.context_groups
-        pipeline.ranks_meet = bool(meet) and self.ranks.num_all > self.stage_ranks.num_all
-        pipeline.agree_on_tied()
-        if pipeline.tied is not None:
-            self.uncounted = pipeline.tied.uncounted
-
-    @property
-    def new_planner(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Makes the planner of calls, which splits samples into schedule steps."""
-        from megabatch.pipeline.schedule_steps import SchedulePlanner, StretchSchedulePlanner
-
-        kind = StretchSchedulePlanner if self.ranks.context_groups else SchedulePlanner
-        return partial(kind, pipeline=self.pipeline)
-
-    def run_call(self, call: Any) -> Any:
-        """Run the microbatches of a call through the schedule. Return the sums, the same on every stage."""
-        from megabatch.pipeline.run import run_schedule
-
-        return run_schedule(call.loss_fn, call.prepared, call.agreement, self, call.opened)
-
-    def accumulate_in(self, wide: Gradients) -> None:
-        if wide.widens:
-            raise PlanError(
-                f"accumulate_dtype is {wide.dtype}, but a pipeline adds gradients in the parameters' dtype; "
-                "leave accumulate_dtype out"
-            )
-
-    def choose(self, policy: str) -> Choice:
-        if policy not in ("auto", "last"):
-            raise PlanError(
-                f"sync is {policy!r}, but a pipeline reduces once per call, after its last microbatch; leave sync out"
-            )
-        return "last", "the schedule of a pipeline runs the microbatches together, and reduces once after the last"
-
-    def hold_reduction(self, policy: str) -> None:
-        """Do nothing: the schedule of each call reduces at its end."""
-
-    @contextlib.contextmanager
-    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        """Do nothing: a microbatch does not run by itself, see `call`."""
-        yield
-
-    def finish_update(self) -> None:
-        super().finish_update()
-        if self.pipeline.tied is not None:
-            self.pipeline.tied.sum_gradients()
-
-    @contextlib.contextmanager
-    def call(self) -> Generator[None]:
-        """Surround the schedule steps that run the microbatches of a call."""
-        with super().microbatch("last", last=True):
-            yield
-
-    def discard(self) -> None:
-        self.pipeline.forget()
-        super().discard()
 
 
 def check_stage(stage: nn.Module, schedule: str) -> None:

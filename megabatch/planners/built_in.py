@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -183,10 +184,12 @@ def choose_planner(
 
 def usual_planner(wrapper: Wrapper) -> Any:
     """Return what makes the planner of calls for a wrapper, ``MicrobatchPlanner`` or another."""
-    if wrapper.new_planner is not None:
-        return wrapper.new_planner
     if not wrapper.ranks.context_groups:
-        return MicrobatchPlanner
+        return wrapper.new_planner or MicrobatchPlanner
+    if wrapper.is_pipeline:
+        from megabatch.planners.stretch_schedule import StretchSchedulePlanner
+
+        return partial(StretchSchedulePlanner, pipeline=cast(Any, wrapper).pipeline)
     from megabatch.batching.stretch_planner import StretchPlanner
 
     return StretchPlanner

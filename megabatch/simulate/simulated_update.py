@@ -47,7 +47,7 @@ from megabatch.pipeline.order import (
     orders_of,
 )
 from megabatch.pipeline.pad_to_shape import Inputs, in_one_shape
-from megabatch.pipeline.stages import SCHEDULES, Pipeline, PipelineWrapper
+from megabatch.pipeline.stages import SCHEDULES, Pipeline
 from megabatch.simulate.allocator import Reserved, reserved
 from megabatch.simulate.compiled_layers import CompiledForward
 from megabatch.simulate.devices import Device, device_named
@@ -70,6 +70,7 @@ from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import agreement_of_stages, messages_of_stages
 from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
+from megabatch.wrappers.pipeline_wrapper import PipelineWrapper
 from megabatch.wrappers.wide_gradients import WideGradients
 
 NUM_DISTINCT = 2  # microbatches, of which every other one repeats the first backward or the second forward
@@ -485,7 +486,7 @@ class _Run:
         self, wrapper: PipelineWrapper, make_batch: Callable[[], Any], loss_fn: LossFunction, num: int
     ) -> None:
         """Run all microbatches of a call through the stages of this rank, with their inputs on the device at once."""
-        pipeline, ledger = wrapper.pipeline, self._ledger
+        pipeline, ledger = cast(Pipeline, wrapper.pipeline), self._ledger
         batches: list[Any] = []
         returned_terms: list[Any] = []  # what the losses return, until the call ends
         for index in range(num):
@@ -505,7 +506,7 @@ class _Run:
 
         inputs = in_one_shape([_record_inputs(loss_fn, batch) for batch in batches])
         ledger.enter_phase(SCHEDULE, "communication")  # a new one allocates what is going to be received
-        with wrapper.call(), _entering_actions(ledger):
+        with wrapper.reducing(), _entering_actions(ledger):
             pipeline.step(inputs, loss, wrapper.device, backward=True)
         ledger.tag((parameter.grad for parameter in wrapper.parameters), "gradients")
         if pipeline.failure is not None:

@@ -10,7 +10,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -54,7 +54,7 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
             "None for a model that transformers has distributed"
         )
     if isinstance(model, SelfWrapped):
-        return model.make_wrapper(mesh)
+        return model.make_wrapper(mesh, wrap_stages)
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, list | tuple) else []
     if not models or not all(isinstance(cast(object, each), nn.Module) for each in models):
         raise PlanError(f"model is a {type(model).__name__}; expected a torch.nn.Module, or a list of them")
@@ -106,6 +106,20 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
     from megabatch.wrappers.rank_sums import SummedWrapper
 
     return SummedWrapper(model, ranks)
+
+
+def wrap_stages(model: Any, mesh: DeviceMesh | None) -> Wrapper:
+    """Return the wrapper of a `StagedModel`, whose stages are reduced over the mesh of the ranks that hold the same."""
+    from megabatch.wrappers.pipeline_wrapper import PipelineWrapper
+    from megabatch.wrappers.rank_sums import SummedWrapper
+
+    if mesh is not None:
+        return PipelineWrapper(model, [wrapper_of_one(stage, mesh) for stage in model.stages])
+    for stage in model.stages:
+        refuse_foreign(stage)
+        refuse_unknown(stage)
+        check_dtensors(stage)
+    return PipelineWrapper(model, [SummedWrapper(stage, DataRanks()) for stage in model.stages])
 
 
 def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:
