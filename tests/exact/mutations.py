@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation("lose a microbatch that is cut again", "core/fill_up.py",
              "microbatches=tuple(cut))", "microbatches=tuple(cut[:-1] or cut))"),
     Mutation("forget to reduce the weight over ranks", "core/agreement.py",
-             "weights=dict(zip(names, map(sum, weights), strict=False))", "weights=prepared.weight_sums"),
+             "        weights=weights,\n", "        weights=prepared.weight_sums,\n"),
     Mutation("forget to reduce the late weight over ranks", "core/update.py",
              "rows[:, 4 : 4 + 2 * len(names)].sum(0)", 'self._report(names, "")[4 : 4 + 2 * len(names)]'),
     Mutation("differentiate a dummy microbatch", "core/update.py",

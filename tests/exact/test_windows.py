@@ -30,7 +30,7 @@ AVERAGE = ADD.replace("sums.add(", "terms = ").replace(", step)", "") + (
 RANDOM = "stack.enter_context(random_state.replay(random_state.note(wrapper.device)))"
 PLANTED = {  # bugs, and the jobs that see each
     Mutation("tell each rank its own weight", "core/agreement.py",
-             "in rows[: ranks.degree]), strict=True)", "in rows[:1]), strict=True)"): told("plain"),
+             "math.fsum(column[: ranks.degree])", "math.fsum(column[:1])"): told("plain"),
     Mutation("divide each call by its own weight", "core/divisors.py",
              '"""Keep the divisors that were told."""', "self.by_term = _divisors_of(weights)"): told("plain", "terms"),
     Mutation("keep the factor of a mean", "wrappers/ddp.py",
