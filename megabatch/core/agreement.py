@@ -25,9 +25,6 @@ class CallReport(NamedTuple, Generic[Number]):
 
     Attributes:
         failed: 1 if this rank has an error to raise.
-        num_microbatches: Microbatches, without dummies.
-        num_samples: Samples.
-        num_tokens: Tokens without padding.
         has_sample: 1 if this rank can make a dummy microbatch.
         names_hash: Hash of the names of the weighed terms, 0 if there are none.
         samples_hash: Hash of the samples and their plan if other ranks (cp, tp, pp) must have the same, else 0.

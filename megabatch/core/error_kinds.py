@@ -11,11 +11,12 @@ import torch.distributed as dist
 from megabatch.core.mesh import DataRanks
 from megabatch.errors import MegabatchError, PositionError, Shortage, in_one_line
 
-NO_MEMORY = re.compile(  # where the type of an error does not say it
+# The texts of errors whose type does not say that memory ran out. The last are those of NCCL and RCCL.
+NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"
     r"|(CUDA|HIP|XPU)( driver)? error: out of memory|Triton Error \[\w+\]: out of memory"
     r"|\b(CU|HIP)\w+_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"
-    r"|miopenStatusAllocFailed|(cuda|hip) failure:? ?\d* ?'out of memory'",  # the last of NCCL and RCCL
+    r"|miopenStatusAllocFailed|(cuda|hip) failure:? ?\d* ?'out of memory'",
     re.IGNORECASE,
 )
 
@@ -38,14 +39,16 @@ def agreeing() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if not is_of_message(error) and not is_out_of_memory(error) and not isinstance(error, PositionError):
+        is_of_one_rank = is_of_message(error) or is_out_of_memory(error) or isinstance(error, PositionError)
+        if not is_of_one_rank:
             mark_known(error)
         raise
 
 
 def out_of_memory_error(error: Exception, ranks: DataRanks) -> MegabatchError:
-    """Return the error of what ran out of memory where no microbatch can be named, or none be run again."""
-    process, cause = whoever_runs(ranks.num_all), in_one_line(_first_cause(error))
+    """Return the error for code that ran out of memory, and is no microbatch that can run again."""
+    process = whoever_runs(ranks.num_all)
+    cause = in_one_line(_first_cause(error))
     where = "beside a microbatch's forward and backward" if ranks.is_alone else "where ranks wait for each other"
     change = "give smaller microbatches, or shard the model over more ranks"
     failure = MegabatchError(f"{process} ran out of memory {where}; {change} ({cause})")
@@ -58,12 +61,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     This looks at the first cause, since torch's pipeline schedules wrap errors.
     """
-    first = _first_cause(error)
     if not isinstance(error, RuntimeError):
         return False
+    first = _first_cause(error)
+    if isinstance(first, torch.OutOfMemoryError):
+        return True
     if isinstance(first, torch.AcceleratorError):
         return "out of memory" in str(first)
-    return isinstance(first, torch.OutOfMemoryError) or NO_MEMORY.search(str(first)) is not None
+    return NO_MEMORY.search(str(first)) is not None
 
 
 def is_of_backend(error: BaseException) -> bool:
@@ -74,22 +79,29 @@ def is_of_backend(error: BaseException) -> bool:
 def is_of_message(error: BaseException) -> bool:
     """Return True for an error of a message between ranks, which may be the consequence of another rank's error."""
     first = _first_cause(error)
-    return isinstance(first, dist.DistError) or (isinstance(first, RuntimeError) and "gloo" in str(first))
+    if isinstance(first, dist.DistError):
+        return True
+    return isinstance(first, RuntimeError) and "gloo" in str(first)
 
 
 def _first_cause(error: BaseException) -> BaseException:
+    # An error may be the cause of its own cause.
     visited = {id(error)}
-    while (cause := error.__cause__) is not None and id(cause) not in visited:
-        visited.add(id(cause))
-        error = cause
+    while error.__cause__ is not None and id(error.__cause__) not in visited:
+        error = error.__cause__
+        visited.add(id(error))
     return error
 
 
 def rank_of_process() -> int:
     """Return the rank of this process in the job, 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 def whoever_runs(num_ranks: int) -> str:
     """Return the name of this process for an error."""
-    return f"rank {dist.get_rank()} of {dist.get_world_size()}" if num_ranks > 1 else "this process"
+    if num_ranks > 1:
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+    return "this process"

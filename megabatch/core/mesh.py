@@ -15,10 +15,13 @@ from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.process_groups import groups_of_process, num_begun
 
-DATA_AXES = ("dp", "dp_replicate", "dp_shard")  # ranks along these see different samples
-CONTEXT_AXES = ("cp",)  # ranks along these see stretches of the same samples
-MODEL_AXES = ("tp", "pp")  # ranks along these share samples and hold parts of the model
-EXPERT_AXIS = "ep"  # ranks along it see different samples and hold different experts
+# Ranks along the data axes see different samples, and ranks along the context axes stretches of the same samples.
+DATA_AXES = ("dp", "dp_replicate", "dp_shard")
+CONTEXT_AXES = ("cp",)
+# Ranks along the model axes share samples and hold parts of the model.
+MODEL_AXES = ("tp", "pp")
+# Ranks along this axis see different samples and hold different experts.
+EXPERT_AXIS = "ep"
 AXES = (*DATA_AXES, *CONTEXT_AXES, *MODEL_AXES, EXPERT_AXIS)
 
 VERBS = (
@@ -31,13 +34,14 @@ class CallPosition:
     """The place of a rank among the calls of its accumulator. Each message between ranks begins with it.
 
     Messages of the first exchange of a call have one size, so that ranks in different calls compare their positions
-    before a collective with other sizes begins.
+    before a collective with other sizes begins. ``update`` counts closed updates, and ``call`` the calls of
+    `forward_backward` in the open one.
     """
 
-    accumulator: int = 0  # among those of the job
+    accumulator: int = 0
     verb: str = VERBS[0]
-    update: int = 0  # closed updates
-    call: int = 0  # calls of forward_backward in the open update
+    update: int = 0
+    call: int = 0
     num_discarded: int = 0
 
 
@@ -66,32 +70,41 @@ class DataRanks:
 
     Rows of `exchange_numbers` come in the order of data ranks, then context ranks, then those that hold parts of the
     model: the first ``degree`` rows are of different samples, the first ``num_weighing`` of different targets.
+
+    Attributes:
+        data_groups: Groups of the data axes, the inner axis first, so that rows come in the order of ranks.
+        groups: Groups over which gradients, totals and weights are summed.
+        degree: Number of ranks that see different samples, dp_degree.
+        context_degree: Number of stretches that each sequence is cut into.
+        num_weighing: Number of ranks that see different targets. Weights are summed over them.
+        num_all: Number of ranks, with those that hold other parts of the model.
+        is_alone: True if no other rank works on the update.
     """
 
-    data_groups: Sequence[dist.ProcessGroup] = ()  # the inner axis first, so that rows come in the order of ranks
+    data_groups: Sequence[dist.ProcessGroup] = ()
     context_groups: Sequence[dist.ProcessGroup] = ()
     tensor_groups: Sequence[dist.ProcessGroup] = ()
     pipeline_groups: Sequence[dist.ProcessGroup] = ()
     position: CallPosition = field(default_factory=CallPosition, kw_only=True)
-    groups: list[dist.ProcessGroup] = field(init=False)  # gradients, totals and weights are summed over these
-    degree: int = field(init=False)  # ranks that see different samples: dp_degree
-    context_degree: int = field(init=False)  # stretches that each sequence is cut into
-    num_weighing: int = field(init=False)  # ranks that see different targets: weights are summed over them
-    num_all: int = field(init=False)  # with the ranks that hold other parts of the model
-    is_alone: bool = field(init=False)  # no other rank works on the update
-    _messages: Any = field(init=False, repr=False, compare=False, default=None)  # None with one rank
+    groups: list[dist.ProcessGroup] = field(init=False)
+    degree: int = field(init=False)
+    context_degree: int = field(init=False)
+    num_weighing: int = field(init=False)
+    num_all: int = field(init=False)
+    is_alone: bool = field(init=False)
+    _messages: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        self.data_groups, self.context_groups, self.tensor_groups, self.pipeline_groups = (
-            [group for group in groups if group.size() > 1]
-            for groups in (self.data_groups, self.context_groups, self.tensor_groups, self.pipeline_groups)
-        )
+        self.data_groups = _of_several_ranks(self.data_groups)
+        self.context_groups = _of_several_ranks(self.context_groups)
+        self.tensor_groups = _of_several_ranks(self.tensor_groups)
+        self.pipeline_groups = _of_several_ranks(self.pipeline_groups)
         self.groups = [*self.data_groups, *self.context_groups]
         all_groups = [*self.groups, *self.tensor_groups, *self.pipeline_groups]
-        self.degree = prod(group.size() for group in self.data_groups)
-        self.context_degree = prod(group.size() for group in self.context_groups)
+        self.degree = _num_ranks(self.data_groups)
+        self.context_degree = _num_ranks(self.context_groups)
         self.num_weighing = self.degree * self.context_degree
-        self.num_all = prod(group.size() for group in all_groups)
+        self.num_all = _num_ranks(all_groups)
         self.is_alone = not all_groups
         if all_groups:
             from megabatch.core.messages import RankMessages
@@ -111,8 +124,8 @@ class DataRanks:
                 f"mesh axis 'ep' has {sizes[EXPERT_AXIS]} ranks, but no parameter of the model is a DTensor over it; "
                 "make the experts DTensors with Shard(0) over 'ep', or leave the axis out"
             )
-        data, *others = (groups_of(mesh, axes) for axes in (DATA_AXES, CONTEXT_AXES, ("tp",), ("pp",)))
-        return cls(data[::-1], *others)
+        inner_first = groups_of(mesh, DATA_AXES)[::-1]
+        return cls(inner_first, groups_of(mesh, CONTEXT_AXES), groups_of(mesh, ("tp",)), groups_of(mesh, ("pp",)))
 
     @property
     def context_rank(self) -> int:
@@ -144,7 +157,9 @@ class DataRanks:
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Return every rank's object, in the order of the rows of `exchange_numbers`."""
-        return [value] if self._messages is None else self._messages.exchange_objects(value, self.position)
+        if self._messages is None:
+            return [value]
+        return self._messages.exchange_objects(value, self.position)
 
     def gather_report(self, numbers: Tensor) -> Tensor:
         """Return the report of all ranks that see different targets at the end of an update: [n] -> [num_weighing, n].
@@ -168,6 +183,14 @@ class DataRanks:
         This takes one message between devices. The host does not wait.
         """
         return gather_rows(numbers[None], self.groups)
+
+
+def _of_several_ranks(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    return [group for group in groups if group.size() > 1]
+
+
+def _num_ranks(groups: Sequence[dist.ProcessGroup]) -> int:
+    return prod(group.size() for group in groups)
 
 
 def gather_rows(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

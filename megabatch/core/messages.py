@@ -4,18 +4,32 @@ Each message begins with the place of its rank among the calls of its accumulato
 """
 
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabatch.core.error_kinds import rank_of_process
 from megabatch.core.mesh import VERBS, CallPosition, gather_rows
 from megabatch.errors import PositionError
 
-HEADER_SIZE = 6
-MESSAGE_SIZE = 48  # numbers of a message, with its header; a longer one has the size of its numbers
+# Numbers of a message, with its header. A longer message has the size of its numbers.
+MESSAGE_SIZE = 48
+
+
+class Place(NamedTuple):
+    """A position as numbers, which ranks can send and compare."""
+
+    accumulator: int
+    verb: int
+    update: int
+    call: int
+    num_discarded: int
+
+
+HEADER_SIZE = 1 + len(Place._fields)
 
 
 class RankMessages:
@@ -30,7 +44,7 @@ class RankMessages:
         """Return every rank's object."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([[len(data)]], dtype=torch.float64, device="cpu")
-        sizes = [int(row) for (row,) in self.exchange(size, position).tolist()]
+        sizes = self.exchange(size, position)[:, 0].long().tolist()
         padded = torch.zeros(1, max(sizes), dtype=torch.uint8, device="cpu")
         padded[0, : len(data)] = data
         rows = gather_rows(padded, self._groups)
@@ -39,14 +53,14 @@ class RankMessages:
     def exchange(self, row: Tensor, position: CallPosition) -> Tensor:
         """Return the rows of all ranks, compared by their positions: [1, n] -> [num_all, n]."""
         self._compare_sent_positions()
-        size = row.shape[1]
-        rows = torch.zeros(1, max(MESSAGE_SIZE, HEADER_SIZE + size), dtype=torch.float64, device="cpu")
-        rows[0, :HEADER_SIZE] = torch.tensor(_header(position), dtype=torch.float64, device="cpu")
-        rows[0, HEADER_SIZE : HEADER_SIZE + size] = row
+        end = HEADER_SIZE + row.shape[1]
+        message = torch.zeros(1, max(MESSAGE_SIZE, end), dtype=torch.float64, device="cpu")
+        message[0, :HEADER_SIZE] = torch.tensor(_header(position), dtype=torch.float64, device="cpu")
+        message[0, HEADER_SIZE:end] = row
         # Compared after the last group, so that no rank waits for one that has raised before.
-        rows = gather_rows(rows, self._groups)
-        check_positions(rows[:, :HEADER_SIZE].tolist(), self._num_all)
-        return rows[:, HEADER_SIZE : HEADER_SIZE + size]
+        messages = gather_rows(message, self._groups)
+        check_positions(messages[:, :HEADER_SIZE].tolist(), self._num_all)
+        return messages[:, HEADER_SIZE:end]
 
     def send_position(self, position: CallPosition) -> None:
         """Send this rank's position to the other hosts, and do not wait. The next message compares what has come.
@@ -65,19 +79,18 @@ class RankMessages:
             rows = rows.repeat(group.size(), 1)
 
     def _compare_sent_positions(self) -> None:
-        sent, self._sent_positions = self._sent_positions, []
-        for work, _ in sent:
+        sent_positions, self._sent_positions = self._sent_positions, []
+        for work, _ in sent_positions:
             work.wait()
-        for _, parts in sent:
+        for _, parts in sent_positions:
             check_positions(torch.cat(parts)[:, :HEADER_SIZE].tolist(), self._num_all)
 
 
 def _header(position: CallPosition) -> list[float]:
-    """Return a position as numbers, with the rank of this process first."""
+    """Return the rank of this process and its place, with which each of its messages begins."""
     verb = VERBS.index(position.verb)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    numbers = rank, position.accumulator, verb, position.update, position.call, position.num_discarded
-    return [*map(float, numbers)]
+    place = Place(position.accumulator, verb, position.update, position.call, position.num_discarded)
+    return [*map(float, (rank_of_process(), *place))]
 
 
 def check_positions(headers: Sequence[Sequence[float]], num_ranks: int) -> None:
@@ -85,35 +98,47 @@ def check_positions(headers: Sequence[Sequence[float]], num_ranks: int) -> None:
 
     The error is broadcast if ``headers`` are of fewer than ``num_ranks`` ranks, since the others may not see it.
     """
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, *numbers in {tuple(header): None for header in headers}:  # a rank's may come several times
-        ranks.setdefault(tuple(map(int, numbers)), []).append(int(rank))
-    if len(ranks) == 1:
+    ranks_of_places: dict[Place, list[int]] = {}
+    # The header of a rank may come several times.
+    for header in dict.fromkeys(map(tuple, headers)):
+        rank, *place = map(int, header)
+        ranks_of_places.setdefault(Place(*place), []).append(rank)
+    if len(ranks_of_places) == 1:
         return
-    discards = {position[-1] for position in ranks}
-    accumulators = {position[0] for position in ranks}
-    places: list[str] = []
-    for (accumulator, verb, update, call, num_discarded), members in ranks.items():
-        names = f"rank {members[0]} is" if len(members) == 1 else f"ranks {', '.join(map(str, sorted(members)))} are"
-        place = f"{names} in {VERBS[verb]} of update {update}"
-        if VERBS[verb] == "forward_backward()":
-            place = f"{names} in {VERBS[verb]}, call {call} of update {update}"
-        if len(accumulators) > 1:
-            place += f" of accumulator {accumulator}"
-        if len(discards) > 1:
-            place += f" after {num_discarded} discarded"
-        places.append(place)
     error = PositionError(
-        f"{'; '.join(places)}; make the same calls of an accumulator on every rank, with [] where a rank has no samples"
+        f"{_describe_places(ranks_of_places)}; make the same calls of an accumulator on every rank, with [] where a "
+        "rank has no samples"
     )
-    error.strands_others = sum(map(len, ranks.values())) < num_ranks
+    error.strands_others = sum(map(len, ranks_of_places.values())) < num_ranks
     raise error
+
+
+def _describe_places(ranks_of_places: Mapping[Place, Sequence[int]]) -> str:
+    accumulators, _, _, _, discards = map(set, zip(*ranks_of_places, strict=True))
+    descriptions: list[str] = []
+    for place, ranks in ranks_of_places.items():
+        verb = VERBS[place.verb]
+        call = f", call {place.call}" if verb == "forward_backward()" else ""
+        description = f"{_name_ranks(ranks)} in {verb}{call} of update {place.update}"
+        if len(accumulators) > 1:
+            description += f" of accumulator {place.accumulator}"
+        if len(discards) > 1:
+            description += f" after {place.num_discarded} discarded"
+        descriptions.append(description)
+    return "; ".join(descriptions)
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, sorted(ranks)))} are"
 
 
 def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the group itself if it carries CPU tensors, else a new gloo group of the same ranks."""
     if "cpu:" in dist.get_backend_config(group):
         return group
-    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)  # this rank is one of its ranks
-    return made
+    ranks = dist.get_process_group_ranks(group)
+    gloo_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(gloo_group, dist.ProcessGroup)
+    return gloo_group
