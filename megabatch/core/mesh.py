@@ -1,10 +1,10 @@
-"""Names of mesh axes, and the ranks that see different samples with the small messages between them."""
+"""The ranks that work on an update, and their positions among its calls."""
 
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.errors import PlanError
-from megabatch.torch_private.classes import is_dtensor
+from megabatch.inspection.mesh_axes import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, check_axes, groups_of
 from megabatch.torch_private.process_groups import groups_of_process, num_begun
-
-# Ranks along the data axes see different samples, and ranks along the context axes stretches of the same samples.
-DATA_AXES = ("dp", "dp_replicate", "dp_shard")
-CONTEXT_AXES = ("cp",)
-# Ranks along the model axes share samples and hold parts of the model.
-MODEL_AXES = ("tp", "pp")
-# Ranks along this axis see different samples and hold different experts.
-EXPERT_AXIS = "ep"
-AXES = (*DATA_AXES, *CONTEXT_AXES, *MODEL_AXES, EXPERT_AXIS)
 
 VERBS = (
     "no call", "forward_backward()", "finalize()", "forward()", "evaluate()", "open()", "microbatch()",
@@ -43,25 +34,6 @@ class CallPosition:
     update: int = 0
     call: int = 0
     num_discarded: int = 0
-
-
-def check_axes(mesh: DeviceMesh) -> None:
-    """Raise `PlanError` for an axis of another name."""
-    if mesh.mesh_dim_names is None:
-        raise PlanError(f"the mesh has no axis names; name its axes, from {', '.join(AXES)}")
-    for axis in mesh.mesh_dim_names:
-        if axis not in AXES:
-            raise PlanError(f"unknown mesh axis {axis!r}; expected one of {', '.join(AXES)}")
-
-
-def is_expert(parameter: Tensor) -> TypeGuard[Any]:
-    """Return True for a parameter of which the ranks along ``ep`` hold different experts."""
-    return is_dtensor(parameter) and EXPERT_AXIS in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def groups_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
-    """Return a process group for each of ``axes`` in the mesh. Sums over one after another are the sum over all."""
-    return [mesh.get_group(axis) for axis in mesh.mesh_dim_names or () if axis in axes]
 
 
 @dataclass

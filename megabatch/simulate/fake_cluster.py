@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.core.mesh import DataRanks, check_axes
+from megabatch.core.mesh import DataRanks
 from megabatch.errors import PlanError, in_one_line, require_count
+from megabatch.inspection.mesh_axes import check_axes
 from megabatch.optim import low_bits
 from megabatch.pipeline.stages import Pipeline
 from megabatch.simulate.devices import Device

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.core.mesh import is_expert
 from megabatch.errors import PlanError
+from megabatch.inspection.mesh_axes import is_expert
 from megabatch.inspection.model_facts import with_config
 from megabatch.torch_private.autograd import hooks_after_grad
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2

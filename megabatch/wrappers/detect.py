@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.core.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, is_expert
+from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import Choice, SelfWrapped, Wrapper, trainable
 from megabatch.errors import PlanError
+from megabatch.inspection.mesh_axes import AXES, CONTEXT_AXES, DATA_AXES, is_expert
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
 from megabatch.torch_private.module_members import original_of
 from megabatch.torch_private.process_groups import root_mesh

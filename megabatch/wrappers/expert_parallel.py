@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.core.gradients import Gradients
-from megabatch.core.mesh import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, DataRanks, groups_of, is_expert
+from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import Choice, Wrapper, local, stranding
 from megabatch.errors import PlanError
 from megabatch.inspection.checksum import checksum
+from megabatch.inspection.mesh_axes import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, groups_of, is_expert
 from megabatch.inspection.model_facts import with_config
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1
 from megabatch.torch_private.module_members import has_compiled

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megabatch import GradientAccumulator, JointLoss, Term, loss, losses, verify
-from megabatch.core.mesh import is_expert
+from megabatch.inspection.mesh_axes import is_expert
 from megabatch.torch_private.dtensors import clear_mesh_caches
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.comm.counting import Collectives

@@ -69,6 +69,7 @@ SOURCES = (  # the library files that decide the numbers
     "wrappers/fsdp2.py",
     "core/gradients.py",
     "core/mesh.py",
+    "inspection/mesh_axes.py",
     "core/messages.py",
     "wrappers/multi_model.py",
     "wrappers/pipeline_wrapper.py",

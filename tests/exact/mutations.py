@@ -59,7 +59,7 @@ MUTATIONS = (
     Mutation("forget to sum a plain model's gradients", "wrappers/rank_sums.py",
              "dist.all_reduce(flat, group=group, async_op=True)",
              "dist.all_reduce(flat.clone(), group=group, async_op=True)", ("plain",)),
-    Mutation("treat tp as a data axis", "core/mesh.py",
+    Mutation("treat tp as a data axis", "inspection/mesh_axes.py",
              'DATA_AXES = ("dp", "dp_replicate", "dp_shard")', 'DATA_AXES = ("dp", "dp_replicate", "dp_shard", "tp")',
              ("tp", "tp-sp")),
     Mutation("leave a gradient of sequence parallel a part of a sum", "wrappers/rank_sums.py",

@@ -6,7 +6,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator
-from megabatch.core.mesh import DataRanks, groups_of
+from megabatch.core.mesh import DataRanks
+from megabatch.inspection.mesh_axes import groups_of
 from tests.unit.failures.table import SAMPLES, linear
 from tests.unit.failures.wrappers import language_model, mesh, sharded_ends, tensor_parallel_ends
 
