@@ -90,8 +90,8 @@ class ShapesPlanner(MicrobatchPlanner):
         """Return the planner of a call without a backward, which fills up for a known loss only."""
         return self if self.shapes and verb == "evaluate" and _is_known(fn) else self.free
 
-    def check_goes_with(self, what: str) -> None:
-        raise PlanError(f"Shapes and {what}; leave one of the two out")
+    def check_goes_with(self, feature: str) -> None:
+        raise PlanError(f"Shapes and {feature}; leave one of the two out")
 
     @property
     def _num_positions(self) -> int | None:
@@ -108,10 +108,10 @@ class ShapesPlanner(MicrobatchPlanner):
                 raise PlanError("plan is of other shapes than those of this accumulator; make another")
         return fitted
 
-    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
+    def prepare(self, batch: Batch, hooks: LossHooks, user_plan: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
         samples = self.samples(batch, hooks.prepare)
-        plan = self.plan(samples) if given is None else self.fitted(given, samples)
+        plan = self.plan(samples) if user_plan is None else self.fitted(user_plan, samples)
         if plan.microbatches:
             samples.batching = InShapes(self.batching, {**self._of_dummy(samples), **plan.shapes})
         return collate_planned(samples, plan, hooks.weigh)

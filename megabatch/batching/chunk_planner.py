@@ -152,8 +152,8 @@ class ChunkPlanner(MicrobatchPlanner):
         """Return the planner of a call that has no backward: chunks run in their order, each once."""
         return replace(self, verb=verb)
 
-    def check_goes_with(self, what: str) -> None:
-        raise PlanError(f"InsideSamples and {what}; leave one of the two out")
+    def check_goes_with(self, feature: str) -> None:
+        raise PlanError(f"InsideSamples and {feature}; leave one of the two out")
 
     def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
         """Return the batch as samples, with the long ones in chunks."""
@@ -214,9 +214,9 @@ class ChunkPlanner(MicrobatchPlanner):
         """Return False: chunks are cut in the call."""
         return False
 
-    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
+    def prepare(self, batch: Batch, hooks: LossHooks, user_plan: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `LossContractError` for weights that do not add up."""
-        prepared = super().prepare(batch, hooks, given)
+        prepared = super().prepare(batch, hooks, user_plan)
         if chunks_of(prepared.samples) and hooks.weigh is not None:
             self._check_weights(batch, prepared, hooks)
         return prepared

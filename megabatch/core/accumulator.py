@@ -128,7 +128,7 @@ class Accumulator:
 
         with self.guarded("open()"), self.error_guard.agreeing():
             told = agree_on_weights(self.ranks, weights, failure)
-        self.planner.check_told(told)
+        self.planner.check_announced(told)
         opened = self.begin(self._new_update(self.wrapper))
         opened.tell(told)
         # Several calls follow, so a reduction in the last backward of each would be repeated.

@@ -4,9 +4,11 @@ Errors in a batch are found here, before the first forward, and are raised on al
 """
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
+from operator import itemgetter
 from typing import ClassVar, cast
 
 from torch import Tensor
@@ -19,36 +21,37 @@ from megabatch.core.tree import to_device
 from megabatch.core.wrapper import Wrapper, policies_of_call
 from megabatch.errors import LossContractError, MicrobatchLimit, PlanError
 from megabatch.planning.limits import TunedLimit
-from megabatch.planning.plan import (
-    CostModel,
-    Plan,
-    check_lengths,
-    pad_with_dummies,
-    priced,
-)
+from megabatch.planning.plan import CostModel, Plan, check_lengths, pad_with_dummies, priced
 
-MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
+# The message between ranks has a fixed size.
+MAX_WEIGHED_TERMS = 8
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """This rank's samples of one call, the plan of their microbatches, and the microbatches' weights."""
+    """This rank's samples of one call, the plan of their microbatches, and the microbatches' weights.
+
+    Attributes:
+        collated: Microbatches on the CPU. Empty unless they were weighed, and for a deferred batch.
+        weights: Weights of each microbatch, by term.
+        weight_sums: Sums over this rank's microbatches, by term. Empty without a weighed microbatch.
+        parts: By index of a microbatch that ran out of memory, the samples of each part that ran instead.
+        is_given: True if the plan is the user's.
+    """
 
     samples: Samples
     plan: Plan
-    collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
-    weights: tuple[dict[str, float], ...]  # of each microbatch, by term
-    weight_sums: dict[str, float] = field(
-        default_factory=dict[str, float]
-    )  # over this rank's microbatches, by term; empty without a weighed microbatch
-    parts: dict[int, list[tuple[int, ...]]] = field(
-        default_factory=dict[int, list[tuple[int, ...]]]
-    )  # by index of a microbatch that ran out of memory: the samples of each part that ran instead
-    is_given: bool = False  # the user gave the plan
+    collated: tuple[Microbatch, ...]
+    weights: tuple[dict[str, float], ...]
+    weight_sums: dict[str, float] = field(default_factory=dict[str, float])
+    parts: dict[int, list[tuple[int, ...]]] = field(default_factory=dict[int, list[tuple[int, ...]]])
+    is_given: bool = False
 
     def microbatches(self) -> Generator[Microbatch]:
         """Iterate over the microbatches of the plan, on the CPU."""
-        return (each for each in self.collated) if self.collated else self.samples.in_turn(self.plan.microbatches)
+        if not self.collated:
+            return self.samples.in_turn(self.plan.microbatches)
+        return (microbatch for microbatch in self.collated)
 
     def dummy(self) -> Microbatch:
         """Return a new copy of the last microbatch: a compiled model knows its shape, and a loss may write to it.
@@ -60,10 +63,13 @@ class PreparedBatch:
     def rows(self, index: int) -> tuple[int, ...]:
         """Return the samples of microbatch ``index``. After the end of the plan, return those of a dummy microbatch."""
         cut = self.plan.microbatches
-        if index < len(cut) or not cut:
-            return cut[index] if cut else ()
+        if not cut:
+            return ()
+        if index < len(cut):
+            return cut[index]
+        # A dummy microbatch of one sample has the cheapest shape that is long enough.
         if self.plan.shapes:
-            return (len(self.samples) - 1,)  # which has the cheapest shape that is long enough
+            return (len(self.samples) - 1,)
         return self.samples.dummy_rows(self.plan)
 
     def take_part(
@@ -71,28 +77,41 @@ class PreparedBatch:
     ) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
         """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
         microbatch = self.samples.take(rows)
-        weighed = {} if weigh is None else weights_of(weigh, microbatch)
-        given_weight = None if weigh is None else self.samples.given_weight(rows)
-        announced = weighed if given_weight is None else counted_weights(given_weight)
-        return microbatch, announced, weighed
+        if weigh is None:
+            return microbatch, {}, {}
+        weighed = weights_of(weigh, microbatch)
+        stated_weight = self.samples.given_weight(rows)
+        if stated_weight is None:
+            return microbatch, weighed, weighed
+        return microbatch, counted_weights(stated_weight), weighed
 
 
 @dataclass(frozen=True)
 class MicrobatchPlanner:
-    """Settings by which a rank splits its samples into microbatches: the user's arguments and the sync policy."""
+    """Settings by which a rank splits its samples into microbatches: the user's arguments and the sync policy.
+
+    Attributes:
+        choice: The sync policy, and the reason for it.
+        cost: The user's cost model.
+        fit: The measured limit, if the user gave none.
+        learned: The limit learned from microbatches that did not fit in memory.
+        fills_up: True if microbatches may be cut smaller than `plan` cut them.
+        cuts_samples: True if microbatches may hold parts of samples.
+        adds_up: True if the weight of a padded microbatch is that of its samples.
+    """
 
     micro_batch_size: int | None
     max_microbatch_tokens: int | None
     batching: Batching
     length: Length | None
-    choice: tuple[str, str]  # the sync policy, and why it is this one
+    choice: tuple[str, str]
     ranks: DataRanks
-    cost: CostModel | None  # the user's cost model
-    fit: TunedLimit | None = None  # the measured limit, if the user gave none
-    learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
-    fills_up: ClassVar[bool] = True  # microbatches may be cut smaller than `plan` cut them
-    cuts_samples: ClassVar[bool] = False  # microbatches may hold parts of samples
-    adds_up: ClassVar[bool] = True  # the weight of a padded microbatch is that of its samples
+    cost: CostModel | None
+    fit: TunedLimit | None = None
+    learned: MicrobatchLimit | None = None
+    fills_up: ClassVar[bool] = True
+    cuts_samples: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = True
 
     @cached_property
     def known_cost(self) -> CostModel | None:
@@ -110,9 +129,12 @@ class MicrobatchPlanner:
     def limits(self) -> tuple[int | None, int | None]:
         """Samples and tokens of a microbatch, no more than have fit in memory."""
         rows, tokens = self.stated_limits
-        if self.learned is not None:
-            rows = None if rows is None else min(rows, self.learned.samples)
-            tokens = None if tokens is None else max(1, min(tokens, self.learned.tokens))
+        if self.learned is None:
+            return rows, tokens
+        if rows is not None:
+            rows = min(rows, self.learned.samples)
+        if tokens is not None:
+            tokens = max(1, min(tokens, self.learned.tokens))
         return rows, tokens
 
     @property
@@ -133,10 +155,13 @@ class MicrobatchPlanner:
                     'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the limit, '
                     "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
                 )
-            rows = 1  # without samples any limit does
+            # Without samples any limit does.
+            rows = 1
         check_lengths(samples.lengths, self.stated_limits[1])
-        # A sample that is longer than what has fit in memory goes alone.
-        lengths = samples.lengths if tokens is None else [min(length, tokens) for length in samples.lengths]
+        lengths = samples.lengths
+        if tokens is not None:
+            # A sample that is longer than what has fit in memory goes alone.
+            lengths = [min(length, tokens) for length in lengths]
         cost = self.known_cost
         plan = self.batching.plan(samples, lengths, (rows, tokens), cost)
         sync, reason = self.choice
@@ -151,11 +176,11 @@ class MicrobatchPlanner:
         """Return the planner of a call without a backward, of the method ``verb`` with a loss or function."""
         return self
 
-    def check_goes_with(self, what: str) -> None:
-        """Raise `PlanError` for something that this planner does not go with."""
+    def check_goes_with(self, feature: str) -> None:
+        """Raise `PlanError` for a feature, named as in the error, that this planner does not go with."""
 
-    def check_told(self, weights: dict[str, float]) -> None:
-        """Raise `PlanError` for weights of an update, told to `open`, that this planner does not go with."""
+    def check_announced(self, weights: dict[str, float]) -> None:
+        """Raise `PlanError` for weights of an update, announced to `open`, that this planner does not go with."""
 
     def dummy(self, samples: Samples) -> Microbatch:
         """Return the last sample of an earlier call as a microbatch, for a rank without samples."""
@@ -165,12 +190,9 @@ class MicrobatchPlanner:
         """Raise `PlanError` on all ranks for a call that this planner is not for. May be collective."""
 
     def surround_steps(
-        self,
-        steps: "Generator[MicrobatchStep]",
-        prepared: PreparedBatch,
-        loss_fn: Callable[..., object],
+        self, steps: "Generator[MicrobatchStep]", prepared: PreparedBatch, loss_fn: Callable[..., object],
         wrapper: Wrapper,
-    ) -> "Generator[MicrobatchStep]":
+    ) -> "Generator[MicrobatchStep]":  # fmt: skip
         """Return the steps of a call, with what runs before and after each."""
         return steps
 
@@ -181,19 +203,17 @@ class MicrobatchPlanner:
         return replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))
 
     def fitted(self, plan: Plan, samples: Samples) -> Plan:
-        """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
+        """Return a plan that was made before, for these samples. Raises `PlanError` if it is for other samples."""
         if not isinstance(cast(object, plan), Plan):
             raise PlanError(f"plan is a {type(plan).__name__}; give what plan() returned, or last_plan")
         if plan.lengths != tuple(samples.lengths):
-            pairs = zip(plan.lengths, samples.lengths, strict=False)
-            other = next((f"sample {row}: {a} and {b} tokens" for row, (a, b) in enumerate(pairs) if a != b), "")
-            numbers = f"{len(plan.lengths)} and {len(samples)} samples"
+            difference = _describe_difference(plan.lengths, samples.lengths)
             raise PlanError(
-                f"plan is of another batch ({other or numbers}); give it with the samples that it was made for, in "
-                "their order"
+                f"plan is of another batch ({difference}); give it with the samples that it was made for, in their "
+                "order"
             )
-        cut = tuple(rows for rows in plan.microbatches if rows)
-        if sorted(row for rows in cut for row in rows) != list(range(len(samples))):
+        cut = tuple(filter(None, plan.microbatches))
+        if sorted(chain.from_iterable(cut)) != list(range(len(samples))):
             raise PlanError("plan has not every sample once; give what plan() returned, or last_plan")
         self.batching.check_plan(samples, plan)
         sync, reason = self.choice
@@ -203,13 +223,13 @@ class MicrobatchPlanner:
         """Return True if no function of the user's that may draw random numbers is called to prepare a batch."""
         return self.batching.is_repeatable and (hooks.prepare is None or is_own(hooks.prepare))
 
-    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
+    def prepare(self, batch: Batch, hooks: LossHooks, user_plan: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
         samples = self.samples(batch, hooks.prepare)
-        plan = self.plan(samples) if given is None else self.fitted(given, samples)
+        plan = self.plan(samples) if user_plan is None else self.fitted(user_plan, samples)
         self.check(samples, plan, hooks)
         prepared = collate_planned(samples, plan, self.weigh_own(hooks.weigh))
-        return prepared if given is None else replace(prepared, is_given=True)
+        return prepared if user_plan is None else replace(prepared, is_given=True)
 
     def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
         """Return the function that counts what this rank weighs of a microbatch of `samples`."""
@@ -233,6 +253,13 @@ class MicrobatchPlanner:
         from megabatch.core.fill_up import fill_up
 
         return fill_up(self, prepared, agreement, hooks, wrapper)
+
+
+def _describe_difference(lengths: Sequence[int], other_lengths: Sequence[int]) -> str:
+    for row, (length, other_length) in enumerate(zip(lengths, other_lengths, strict=False)):
+        if length != other_length:
+            return f"sample {row}: {length} and {other_length} tokens"
+    return f"{len(lengths)} and {len(other_lengths)} samples"
 
 
 def weights_of(weigh: Weigh, microbatch: Microbatch) -> dict[str, float]:
@@ -261,42 +288,60 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
             f"weigh asks for {error} and samples of one batch have the keys {list(kinds[0])} and {list(kinds[1])}; "
             "give it to all"
         ) from error
-    names = [sorted(weight) for weight in weights]
-    if any(each != names[0] for each in names):
+    return PreparedBatch(samples, plan, collated, weights, _sum_weights(weights))
+
+
+def _sum_weights(weights: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the sums of the microbatches' weights by term. Raises `LossContractError` for unusable terms."""
+    names = list(map(sorted, weights))
+    if not names:
+        return {}
+    if names.count(names[0]) < len(names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
-    if names and len(names[0]) > MAX_WEIGHED_TERMS:
+    if len(names[0]) > MAX_WEIGHED_TERMS:
         raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
-    weight_sums = {name: sum(weight[name] for weight in weights) for name in (names[0] if names else ())}
-    return PreparedBatch(samples, plan, collated, weights, weight_sums)
+    return {name: sum(map(itemgetter(name), weights)) for name in names[0]}
 
 
 @dataclass(frozen=True)
 class CallAgreement:
-    """The ranks' agreement on one call. Sums are over all ranks."""
+    """The ranks' agreement on one call. Sums are over all ranks.
 
-    num_microbatches: int  # the largest number that any rank has
+    Attributes:
+        num_microbatches: The largest number that any rank has.
+        weights: Sums by weighed term. Empty without ``weigh``.
+        dummy: Makes a dummy microbatch, for a rank that has fewer than the others.
+        compares_order: True if ranks compare each collective of the call before it begins.
+    """
+
+    num_microbatches: int
     num_samples: int
     num_tokens: int
-    weights: dict[str, float]  # by weighed term; empty without weigh
-    dummy: Callable[[], Microbatch] | None  # makes a dummy microbatch, for a rank that has fewer than the others
-    compares_order: bool = False  # ranks compare each collective of the call before it begins
+    weights: dict[str, float]
+    dummy: Callable[[], Microbatch] | None
+    compares_order: bool = False
 
 
 @dataclass(frozen=True)
 class MicrobatchStep:
-    """One microbatch on its device, and its weights."""
+    """One microbatch on its device, and its weights.
+
+    Attributes:
+        announced: Weights by term in the ranks' agreement: counted by ``weigh``, or stated by a deferred batch.
+        weighed: Weights that ``weigh`` counts. They differ from `announced` only if stated weights are wrong.
+    """
 
     microbatch: Microbatch
     index: int
-    announced: dict[str, float]  # weights by term that ranks were told: counted by weigh, or given by a deferred batch
-    weighed: dict[str, float]  # weights that weigh counts; different from `announced` only if given weights are wrong
+    announced: dict[str, float]
+    weighed: dict[str, float]
     is_dummy: bool
     differentiate: ClassVar[Callable[[Tensor], None]] = staticmethod(Tensor.backward)
 
 
 def agree_on_call(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None,
-    remembered: Callable[[], Microbatch | None],
+    recall_dummy: Callable[[], Microbatch | None],
 ) -> CallAgreement:  # fmt: skip
     """Agree with the other ranks on a call. This takes one message between hosts, and none for a single rank.
 
@@ -304,13 +349,13 @@ def agree_on_call(
         wrapper: The model's wrapper.
         prepared: This rank's samples, or None if they could not be prepared.
         failure: The error that prevented it. It is raised on all ranks, so that none is left waiting.
-        remembered: Returns a dummy microbatch from an earlier call with this loss, or None if there was none.
+        recall_dummy: Returns a dummy microbatch from an earlier call with this loss, or None if there was none.
     """
     if not wrapper.ranks.is_alone:
         from megabatch.core.agreement import agree_over_ranks
 
         with agreeing():
-            return agree_over_ranks(wrapper, prepared, failure, remembered)
+            return agree_over_ranks(wrapper, prepared, failure, recall_dummy)
     if prepared is None:
         raise cast(Exception, failure)
     samples, num_microbatches = prepared.samples, len(prepared.plan.microbatches)
@@ -324,14 +369,16 @@ def iterate_steps(
 
     If ``trains`` is False, no backward follows, and the wrapper prepares no reduction.
     """
-    samples, num_real, on_cpu = prepared.samples, len(prepared.plan.microbatches), wrapper.device.type == "cpu"
+    samples, num_real = prepared.samples, len(prepared.plan.microbatches)
+    on_cpu = wrapper.device.type == "cpu"
     count = partial(weights_of, weigh) if weigh is not None else None
     policies = policies_of_call(prepared.plan.sync, agreement.num_microbatches)
-    with contextlib.closing(prepared.microbatches()) as real:  # the user's loading may be under way in it
+    # The user's loading may be under way in the generator, so it is closed at once.
+    with contextlib.closing(prepared.microbatches()) as real:
         for index in range(agreement.num_microbatches):
             is_dummy = index >= num_real
             if is_dummy:
-                assert agreement.dummy is not None  # some rank has more than this one
+                assert agreement.dummy is not None
                 microbatch = agreement.dummy()
             else:
                 microbatch = next(real)
@@ -347,13 +394,14 @@ def iterate_steps(
                 wrapper.is_counting = not is_dummy
                 try:
                     samples.expect(microbatch)
-                    moved = microbatch if on_cpu else to_device(microbatch, wrapper.device)
-                    moved = samples.owned(microbatch, moved)
-                    yield MicrobatchStep(moved, index, announced, weighed, is_dummy)
-                    del moved
+                    on_device = microbatch if on_cpu else to_device(microbatch, wrapper.device)
+                    on_device = samples.owned(microbatch, on_device)
+                    yield MicrobatchStep(on_device, index, announced, weighed, is_dummy)
+                    del on_device
                 finally:
                     wrapper.is_counting = None
-            del microbatch  # before the next is made
+            # The memory is free before the next microbatch is collated.
+            del microbatch
 
 
 def with_dummies(plan: Plan, num_microbatches: int) -> Plan:

@@ -137,17 +137,17 @@ class SameBitsPlanner(MicrobatchPlanner):
             "cut has other bits: give the lower limit to the accumulator and to the sampler, and start again"
         )
 
-    def check_told(self, weights: dict[str, float]) -> None:
+    def check_announced(self, weights: dict[str, float]) -> None:
         if not all(weight.is_integer() for weight in weights.values()):
             self.check_goes_with(f"open() was told weights that are no whole numbers, {weights}")
 
-    def check_goes_with(self, what: str) -> None:
-        raise PlanError(f"SameBits and {what}; leave one of the two out")
+    def check_goes_with(self, feature: str) -> None:
+        raise PlanError(f"SameBits and {feature}; leave one of the two out")
 
-    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
+    def prepare(self, batch: Batch, hooks: LossHooks, user_plan: Plan | None = None) -> PreparedBatch:
         """Prepare a call. Weights that are no whole numbers are rounded, so that their sum is exact."""
-        prepared = super().prepare(batch, hooks, given)
-        if given is not None and list(filter(None, prepared.plan.microbatches)) != self._fill(prepared.plan.lengths):
+        prepared = super().prepare(batch, hooks, user_plan)
+        if user_plan is not None and list(filter(None, prepared.plan.microbatches)) != self._fill(prepared.plan.lengths):
             raise PlanError("SameBits and plan= is not the cut of these samples; leave plan= out")
         # The divisor is a sum over ranks too, and must not depend on its order.
         weights = [{name: _rounded(each) for name, each in weights.items()} for weights in prepared.weights]
