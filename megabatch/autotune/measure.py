@@ -20,12 +20,12 @@ from megabatch.autotune.memory import (
 from megabatch.core.agreement import first_failure
 from megabatch.core.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned, iterate_steps
 from megabatch.core.contract import LossFunction, loss_hooks, weigh_of
-from megabatch.core.error_kinds import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.core.gradients import Gradients, drop_gradients, no_float16_autocast
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
 from megabatch.guards.divided_loss import LossRun
+from megabatch.inspection.error_kinds import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.planning.limit_search import MemoryRoom, TimedMicrobatch
 from megabatch.planning.limits import MeasuredMicrobatch
 from megabatch.planning.plan import Plan

@@ -19,7 +19,6 @@ from megabatch.core.call import (
     with_dummies,
 )
 from megabatch.core.contract import CoupledLoss, LossFunction, LossHooks, Term, loss_hooks, takes_divisor
-from megabatch.core.error_kinds import mark_known
 from megabatch.core.extension import Call, Extension, Extensions
 from megabatch.core.gradients import (
     Gradients,
@@ -33,6 +32,7 @@ from megabatch.core.samples import Batch, Microbatch, Samples
 from megabatch.core.update import NOT_OPEN, OpenUpdate, Update, add_terms
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, PlanError, ReplanError, check_positive
+from megabatch.inspection.error_kinds import mark_known
 from megabatch.planning.plan import Plan
 
 LOST = (

@@ -6,9 +6,9 @@ from typing import Any
 
 from megabatch.core.call import MicrobatchPlanner, MicrobatchStep, PreparedBatch
 from megabatch.core.contract import LossHooks, Term, terms_of
-from megabatch.core.error_kinds import is_out_of_memory, out_of_memory_error
 from megabatch.core.extension import Call
 from megabatch.core.mesh import DataRanks
+from megabatch.inspection.error_kinds import is_out_of_memory, out_of_memory_error
 
 
 class CallGuard:
@@ -51,7 +51,7 @@ class ErrorGuard:
             yield
         except Exception as error:
             if is_out_of_memory(error):
-                raise out_of_memory_error(error, self._ranks) from error
+                raise out_of_memory_error(error, self._ranks.num_all) from error
             raise
 
     def surround_body(self, body: str) -> contextlib.AbstractContextManager[None]:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.core.error_kinds import rank_of_process
 from megabatch.core.mesh import VERBS, CallPosition, gather_rows
 from megabatch.errors import PositionError
+from megabatch.inspection.error_kinds import rank_of_process
 
 # Numbers of a message, with its header. A longer message has the size of its numbers.
 MESSAGE_SIZE = 48

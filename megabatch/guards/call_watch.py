@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from megabatch.core.by_loss import ByLoss
 from megabatch.core.call import MicrobatchPlanner, MicrobatchStep, PreparedBatch
 from megabatch.core.contract import LossHooks, Term, is_own, terms_of
-from megabatch.core.error_kinds import is_out_of_memory
 from megabatch.core.extension import Call
 from megabatch.core.guard import CallGuard
 from megabatch.core.mesh import num_collectives
@@ -20,6 +19,7 @@ from megabatch.guards.attached_tensors import AttachedTensors
 from megabatch.guards.loss_trial import NewLossTrial
 from megabatch.guards.padded_targets import check_weights
 from megabatch.guards.receipts import Receipt, check_unmoved, count_all_writes
+from megabatch.inspection.error_kinds import is_out_of_memory
 
 
 class Leftover(NamedTuple):

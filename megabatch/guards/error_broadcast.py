@@ -17,15 +17,6 @@ from typing import Any, cast
 
 import torch
 
-from megabatch.core.error_kinds import (
-    agreeing,
-    is_known_to_all,
-    is_of_message,
-    is_out_of_memory,
-    mark_known,
-    out_of_memory_error,
-    whoever_runs,
-)
 from megabatch.core.guard import ErrorGuard
 from megabatch.core.mesh import DataRanks
 from megabatch.errors import (
@@ -36,6 +27,15 @@ from megabatch.errors import (
     PositionError,
     Shortage,
     in_one_line,
+)
+from megabatch.inspection.error_kinds import (
+    agreeing,
+    is_known_to_all,
+    is_of_message,
+    is_out_of_memory,
+    mark_known,
+    out_of_memory_error,
+    whoever_runs,
 )
 from megabatch.torch_private.process_groups import default_store, groups_of_process
 
@@ -114,7 +114,7 @@ class ErrorBroadcast(ErrorGuard):
     def _cause(self, error: Exception, body: str | None, *, answers: bool) -> Exception:
         """Return the reason why this rank must stop. Send it to the other ranks if this rank is the first to know."""
         if is_out_of_memory(error):
-            error = out_of_memory_error(error, self._ranks)
+            error = out_of_memory_error(error, self._ranks.num_all)
         # Ranks are in different calls also after an error of one of them, which then is the reason.
         is_position = isinstance(error, PositionError)
         if is_position and self._heard is None and answers:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.core.contract import REFUSES_MEANS
-from megabatch.core.error_kinds import rank_of_process
 from megabatch.core.wrapper import Wrapper
+from megabatch.inspection.error_kinds import rank_of_process
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.module_members import buffers_of, name_without_wrappers, own_parameters, transient_buffers

@@ -1,1 +1,1 @@
-"""Facts that models and graphs of losses state about themselves."""
+"""Facts that models, graphs of losses, meshes and errors state about themselves."""

@@ -26,12 +26,12 @@ from megabatch.core.contract import (
     describe_missing_gradient,
     terms_of,
 )
-from megabatch.core.error_kinds import agreeing
 from megabatch.core.gradients import separate_gradients
 from megabatch.core.guard import CallGuard, ErrorGuard
 from megabatch.core.update import MISCOUNTED, MULTIPLIED, OpenUpdate, Update, add_terms
 from megabatch.core.wrapper import Wrapper, policies_of_call
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_count
+from megabatch.inspection.error_kinds import agreeing
 from megabatch.loops.backward_count import BackwardCount
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.loss_nodes import (

@@ -31,12 +31,13 @@ from megabatch.core.contract import (
     terms_of,
     weigh_of,
 )
-from megabatch.core.error_kinds import is_out_of_memory
+from megabatch.inspection.error_kinds import is_out_of_memory
 from megabatch.core.extension import Call
 from megabatch.core.mesh import DataRanks
 from megabatch.core.samples import Microbatch
 from megabatch.core.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
+from megabatch.inspection.error_kinds import is_out_of_memory
 from megabatch.pipeline.pad_to_shape import Inputs, crop_output, fingerprint, in_one_shape
 from megabatch.pipeline.schedule_steps import group_microbatches
 from megabatch.pipeline.stages import Pipeline, nothing_of

@@ -19,10 +19,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.core.error_kinds import is_of_message, is_out_of_memory
+from megabatch.inspection.error_kinds import is_of_message, is_out_of_memory
 from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import SelfWrapped, Wrapper
 from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.inspection.error_kinds import is_of_message, is_out_of_memory
 from megabatch.inspection.mesh_axes import check_axes, is_expert
 from megabatch.pipeline.pad_to_shape import Inputs, Shape, difference, meta_tensors
 from megabatch.pipeline.tied import TiedParameters

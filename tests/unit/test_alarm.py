@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import GradientAccumulator, MegabatchError
-from megabatch.core.error_kinds import is_out_of_memory
+from megabatch.inspection.error_kinds import is_out_of_memory
 from tests.unit.failures.table import SAMPLES, linear, squares
 
 NCCL = "NCCL error in: NCCLUtils.cpp:37, unhandled cuda error, NCCL version 2.27.5\nLast error:\nCuda failure 2 "

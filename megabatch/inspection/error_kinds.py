@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from megabatch.core.mesh import DataRanks
 from megabatch.errors import MegabatchError, PositionError, Shortage, in_one_line
 
 # The texts of errors whose type does not say that memory ran out. The last are those of NCCL and RCCL.
@@ -45,11 +44,11 @@ def agreeing() -> Generator[None]:
         raise
 
 
-def out_of_memory_error(error: Exception, ranks: DataRanks) -> MegabatchError:
+def out_of_memory_error(error: Exception, num_ranks: int) -> MegabatchError:
     """Return the error for code that ran out of memory, and is no microbatch that can run again."""
-    process = whoever_runs(ranks.num_all)
+    process = whoever_runs(num_ranks)
     cause = in_one_line(_first_cause(error))
-    where = "beside a microbatch's forward and backward" if ranks.is_alone else "where ranks wait for each other"
+    where = "beside a microbatch's forward and backward" if num_ranks == 1 else "where ranks wait for each other"
     change = "give smaller microbatches, or shard the model over more ranks"
     failure = MegabatchError(f"{process} ran out of memory {where}; {change} ({cause})")
     failure.shortage = Shortage(rank_of_process(), (), None)
