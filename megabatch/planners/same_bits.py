@@ -147,9 +147,8 @@ class SameBitsPlanner(MicrobatchPlanner):
     def prepare(self, batch: Batch, hooks: LossHooks, user_plan: Plan | None = None) -> PreparedBatch:
         """Prepare a call. Weights that are no whole numbers are rounded, so that their sum is exact."""
         prepared = super().prepare(batch, hooks, user_plan)
-        if user_plan is not None and list(filter(None, prepared.plan.microbatches)) != self._fill(
-            prepared.plan.lengths
-        ):
+        cut = list(filter(None, prepared.plan.microbatches))
+        if user_plan is not None and cut != self._fill(prepared.plan.lengths):
             raise PlanError("SameBits and plan= is not the cut of these samples; leave plan= out")
         # The divisor is a sum over ranks too, and must not depend on its order.
         weights = [{name: _rounded(each) for name, each in weights.items()} for weights in prepared.weights]
