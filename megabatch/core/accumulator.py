@@ -44,9 +44,9 @@ Checks = Sequence[Callable[..., None]]
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that an accumulator consists of."""
+    """The objects that an accumulator consists of. A loss gets the ``model``."""
 
-    model: Any  # what a loss gets
+    model: Any
     wrapper: Wrapper
     planner: MicrobatchPlanner
     wide: Gradients
@@ -60,13 +60,15 @@ class Accumulator:
 
     def __init__(self, parts: Parts, extensions: Sequence[Extension] = ()) -> None:
         self.model, self.wrapper, self.planner = parts.model, parts.wrapper, parts.planner
-        self.ranks = parts.wrapper.ranks  # the ranks that work on an update
+        self.ranks = parts.wrapper.ranks
         self.call_guard, self.error_guard = parts.call_guard, parts.error_guard
         self._wide, self._new_update = parts.wide, parts.new_update
-        self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # by loss, makes a dummy
-        self._was_finite: Tensor | bool = True  # False if the update of these samples was not finite
+        # Functions that make a dummy microbatch, by loss, of samples whose update was finite or not.
+        self._dummies: ByLoss[Callable[[], Microbatch | None]] = ByLoss()
+        self._was_finite: Tensor | bool = True
         self._open: OpenUpdate | None = None
-        self._is_lost = False  # a call failed after others had added to the update; reset by finalize() and discard()
+        # True after a call failed, to which others had added before, until finalize() or discard().
+        self._is_lost = False
         self.last_plan: Plan | None = None
         self._extensions = Extensions(extensions)
         self._extensions.attach(self)
@@ -127,10 +129,10 @@ class Accumulator:
         from megabatch.core.agreement import agree_on_weights
 
         with self.guarded("open()"), self.error_guard.agreeing():
-            told = agree_on_weights(self.ranks, weights, failure)
-        self.planner.check_announced(told)
+            announced_weights = agree_on_weights(self.ranks, weights, failure)
+        self.planner.check_announced(announced_weights)
         opened = self.begin(self._new_update(self.wrapper))
-        opened.tell(told)
+        opened.announce(announced_weights)
         # Several calls follow, so a reduction in the last backward of each would be repeated.
         opened.hold_reduction()
 
@@ -172,11 +174,13 @@ class Accumulator:
             MegabatchError: A call inside another one, or an update that was lost or changed by other code.
         """
         with self.guarded("forward_backward()"):
-            if self.can_add:  # else `_open_call` raises
+            # Where no call can be added, `_open_call` raises.
+            if self.can_add:
                 for before_call in self._extensions.before_call:
                     before_call(self, batch, loss_fn)
             sums = None
-            with contextlib.suppress(ReplanError):  # which is raised on all ranks, before anything has run
+            # All ranks raise `ReplanError`, before anything has run.
+            with contextlib.suppress(ReplanError):
                 sums = self._add(batch, loss_fn, plan, self._extensions.check_call)
             if sums is None:
                 for tune in self._extensions.tune:
@@ -206,9 +210,10 @@ class Accumulator:
             for surround_steps in self._extensions.surround_steps:
                 steps = stack.enter_context(contextlib.closing(surround_steps(steps, call)))
             for step in steps:
-                for part in self.call_guard.run_step(self, step, call):
-                    add_terms(sums, part)
-                del step  # with its microbatch, before the next is made
+                for terms in self.call_guard.run_step(self, step, call):
+                    add_terms(sums, terms)
+                # The memory of its microbatch is free before the next is collated.
+                del step
         return sums
 
     @contextlib.contextmanager
@@ -250,8 +255,9 @@ class Accumulator:
             guard.leave(opened.total_factor)
             opened.is_running = False
         finally:
-            if opened.is_running:  # the loss raised
-                self._is_lost = was_open  # and with it the weights that open() was told
+            # The loss raised. What other calls have added is lost, and so are the weights that open() was told.
+            if opened.is_running:
+                self._is_lost = was_open
                 self.abandon()
 
     def _prepare_call(
@@ -265,47 +271,53 @@ class Accumulator:
         try:
             guard.check()
             wrapper.check_unchanged()
-            early = getattr(batch, "preparation", None)  # of a batch that `prepare` returned
+            # A batch that `prepare` returned.
+            early = getattr(batch, "preparation", None)
             prepared = early and early.take((planner, hooks, plan))
             prepared = prepared or planner.prepare(batch, hooks, plan)
             guard.check_weights(planner, prepared, hooks)
-        except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
+        # The user's collate or weigh may raise anything, and the other ranks must know.
+        except Exception as error:
             failure, prepared = error, None
         try:
             for check_call in checks:
                 check_call(self, batch, prepared, loss_fn)
-        except MegabatchError as error:  # it may say more than an error of the batch
+        # This error may say more than one of the batch.
+        except MegabatchError as error:
             failure, prepared = error, None
-        except Exception as error:  # it may come of a batch that could not be prepared
+        # This error may be the consequence of a batch that could not be prepared.
+        except Exception as error:
             failure, prepared = failure or error, None
         try:
             agreement = agree_on_call(wrapper, prepared, failure, partial(self._recall, loss_fn))
         except MegabatchError as error:
-            if error.loses_update:  # found on any rank: the gradients no longer belong to this update
+            # On some rank, the gradients no longer belong to this update.
+            if error.loses_update:
                 self._open, self._is_lost = None, True
                 self._wide.discard()
             raise
-        assert prepared is not None  # else its failure was raised
+        assert prepared is not None
         return planner.complete(prepared, agreement, hooks, wrapper)
 
     def _remember(self, prepared: PreparedBatch, loss_fn: Any) -> None:
-        """Keep a sample for a later call that leaves this rank without: it then repeats it, with weight 0."""
+        """Keep a sample for a later call without samples: this rank then repeats it, with weight 0."""
         if not self.ranks.is_alone and len(prepared.samples):
-            self._remembered.set(loss_fn, partial(self._make_dummy, prepared.samples.copy_last()))
+            self._dummies.set(loss_fn, partial(self._make_dummy, prepared.samples.copy_last()))
             self._was_finite = True
 
     def _open_for_call(self) -> OpenUpdate:
         """Return the open update, or open one, without the gradients of the one before."""
         if self._open is None:
             return self.begin(self._new_update(self.wrapper))
-        if not self._open.has_calls:  # other code may have run a backward since open()
+        # Other code may have run a backward since open().
+        if not self._open.has_calls:
             drop_gradients(self.wrapper.parameters)
         return self._open
 
     def guarded(self, verb: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Surround code that may fail while other ranks wait: they raise a one-line error, too.
 
-        Running out of memory is always told, and within a call, a ``verb``, any error.
+        Running out of memory is always broadcast, and within a call, a ``verb``, any error.
         """
         return self.error_guard.listening(verb)
 
@@ -322,17 +334,19 @@ class Accumulator:
             self._open.check_can_add()
 
     def _make_dummy(self, samples: Samples) -> Microbatch:
-        return self.planner.dummy(samples)  # by the planner of now: a lower limit may have changed its shapes
+        # By the current planner, since a lower limit may have changed its shapes.
+        return self.planner.dummy(samples)
 
     def _recall(self, loss_fn: object) -> Microbatch | None:
         """Return a dummy microbatch from an earlier call with the same loss, for a rank without samples.
 
         Samples of an update that was not finite are dropped: zero times a gradient that is not finite is NaN.
         """
-        if not self._was_finite:  # waits for the device, where a rank has no sample
-            self._remembered, self._was_finite = ByLoss(), True
-        make = self._remembered.get(loss_fn)
-        return None if make is None else make()
+        # This waits for the device, but only where a rank has no sample.
+        if not self._was_finite:
+            self._dummies, self._was_finite = ByLoss(), True
+        make_dummy = self._dummies.get(loss_fn)
+        return None if make_dummy is None else make_dummy()
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
         """Close the update. ``p.grad`` is then its gradient. Collective.
@@ -360,7 +374,7 @@ class Accumulator:
         try:
             if self._open is not None:
                 self._open.hear_errors()
-            # An error of one rank is told to all, which else wait for its message.
+            # An error of one rank is broadcast, since the others wait for its message.
             with self.guarded("finalize()"):
                 self._check_can_finalize(max_norm, weight)
                 opened, taken = self._take_open()
@@ -370,7 +384,7 @@ class Accumulator:
                 # Gradients are rounded once, after the norm and the clip.
                 self._wide.finish()
         except BaseException as error:
-            # Ranks that were told have dropped the update, so this one does.
+            # The other ranks raise the same error and drop the update.
             if opened is not None or (self._open is not None and not self.ranks.is_alone):
                 self._drop()
             if isinstance(error, MegabatchError):
@@ -412,10 +426,11 @@ class Accumulator:
         with self.error_guard.agreeing():
             update, factor = opened.close(weight, max_norm)
         parameters, groups = self.wrapper.parameters, self.wrapper.norm_groups
-        # No weight on any rank: zeros would still let momentum and weight decay move the parameters.
+        # No weight on any rank: zeros would still let momentum and weight decay move the parameters. Gradients that
+        # are not reduced yet are dropped, too.
         if isinstance(factor, float) and factor == 0.0:
             drop_gradients(parameters)
-            self.wrapper.discard()  # with what was not reduced yet
+            self.wrapper.discard()
             return replace(update, finite=torch.zeros_like(update.finite))
         self.wrapper.finish_update()
         if max_norm is not None:

@@ -72,19 +72,6 @@ class PreparedBatch:
             return (len(self.samples) - 1,)
         return self.samples.dummy_rows(self.plan)
 
-    def take_part(
-        self, rows: tuple[int, ...], weigh: Weigh | None
-    ) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
-        """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
-        microbatch = self.samples.take(rows)
-        if weigh is None:
-            return microbatch, {}, {}
-        weighed = weights_of(weigh, microbatch)
-        stated_weight = self.samples.given_weight(rows)
-        if stated_weight is None:
-            return microbatch, weighed, weighed
-        return microbatch, counted_weights(stated_weight), weighed
-
 
 @dataclass(frozen=True)
 class MicrobatchPlanner:

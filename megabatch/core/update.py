@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -15,23 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.core.call import CallAgreement, MicrobatchStep
-from megabatch.core.contract import (
-    PAIR_NAME,
-    WEIGHT_TOLERANCE,
-    Term,
-    accumulation_dtype,
-    differentiable,
-)
+from megabatch.core.contract import PAIR_NAME, WEIGHT_TOLERANCE, Term, accumulation_dtype, differentiable
 from megabatch.core.divisors import Divisors, ToldDivisors, weight_of
 from megabatch.core.gradients import refuse_float16, separate_gradients
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 
-MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
-# Codes in a report, in place of the flag "weights differ" (1.0):
-TAKEN = 2.0  # other code changed the gradient between two calls
-MISCOUNTED = 3.0  # update_weight= of microbatch() is not the sum of its weights
-MULTIPLIED = 4.0  # a loss was multiplied after scale()
+# The message between devices has a fixed size, so that no rank can wait for a longer one.
+MAX_TERMS = 16
+# Numbers of a report before its totals: the fault, the counted and the returned weight, and a hash of the names.
+HEAD_SIZE = 4
+# Faults beside 1.0, which stands for weights that differ: other code changed the gradient between two calls,
+# update_weight= of microbatch() is not the sum of its weights, and a loss was multiplied after scale().
+TAKEN, MISCOUNTED, MULTIPLIED = 2.0, 3.0, 4.0
+TOTAL, WEIGHT = attrgetter("total"), attrgetter("weight")
 NOT_OPEN = (
     "finalize() was called and no update is open: call forward_backward(), or run a loop of microbatch(), before, and "
     "again if it raised"
@@ -53,33 +51,34 @@ class Update:
         num_samples: Samples of all ranks.
         num_tokens: Tokens of all ranks, without padding.
         num_microbatches: Microbatches of each rank, with dummy microbatches.
+        reports: The report of each rank without its weights, see `OpenUpdate._report`. [ranks, 4 + terms]
+        announced: By term, the weight that `open` was told and the one that the losses returned.
     """
 
     loss: Tensor
     terms: dict[str, Tensor]
     weight: Tensor
-    finite: (
-        Tensor  # bool: losses (and with max_norm gradients) are finite, ranks agree, there is weight; step only then
-    )
+    finite: Tensor
     grad_norm: Tensor | None
     num_samples: int
     num_tokens: int
     num_microbatches: int
-    reports: Tensor = field(repr=False)  # [ranks, 4 + terms]: each rank's report, see OpenUpdate._report
-    told: dict[str, tuple[float, Tensor]] = field(
-        default_factory=dict[str, tuple[float, Tensor]], repr=False
-    )  # by term: the weight that open() was told, and the one that the losses returned
+    reports: Tensor = field(repr=False)
+    announced: dict[str, tuple[float, Tensor]] = field(default_factory=dict[str, tuple[float, Tensor]], repr=False)
 
     def __str__(self) -> str:
         """Format the update in one line. Wait for the device."""
-        known = (
-            f"{self.num_samples} samples, {self.num_tokens} tokens, " if self.num_samples else ""
-        )  # not in own loops
-        counts = f"{known}{self.num_microbatches} microbatches"
-        norm = "" if self.grad_norm is None else f", grad_norm {float(self.grad_norm):.4g}"
-        terms = "".join(f", {name} {float(value):.6g}" for name, value in self.terms.items() if len(self.terms) > 1)
-        verdict = "finite" if bool(self.finite) else "NOT finite"
-        return f"loss {float(self.loss):.6g} over weight {float(self.weight):.10g}{terms}, {counts}{norm}, {verdict}"
+        parts = [f"loss {float(self.loss):.6g} over weight {float(self.weight):.10g}"]
+        if len(self.terms) > 1:
+            parts += [f"{name} {float(value):.6g}" for name, value in self.terms.items()]
+        # A loop of your own states no samples.
+        if self.num_samples:
+            parts += [f"{self.num_samples} samples", f"{self.num_tokens} tokens"]
+        parts.append(f"{self.num_microbatches} microbatches")
+        if self.grad_norm is not None:
+            parts.append(f"grad_norm {float(self.grad_norm):.4g}")
+        parts.append("finite" if bool(self.finite) else "NOT finite")
+        return ", ".join(parts)
 
     def problem(self) -> MegabatchError | None:
         """Return an error that names the fault, or None. Missing weight is not a fault. Wait for the device."""
@@ -90,35 +89,20 @@ class Update:
                 "to finalize(), or in the FSDP or DDP modules that their forwards and backwards went through; give the "
                 "same everywhere"
             )
-        for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
-            where = f"data rank {rank} of {len(reports)}"
-            if differ == TAKEN:
-                return MegabatchError(
-                    f"the gradient of {where} was dropped or written to between two calls of an update"
-                )
-            if differ == MISCOUNTED:
-                return LossContractError(
-                    f"update_weight is {counted:.10g} but the weights of its microbatches add up to {returned:.10g} on "
-                    f"{where}; count what the losses sum or average over, on this rank alone"
-                )
-            if differ == MULTIPLIED:
-                return LossContractError(
-                    f"a loss was multiplied after scale() on {where}; call backward() on what scale() returns, and "
-                    "give it the GradScaler: scale(loss, scaler)"
-                )
-            if differ:
-                return weights_differ(where, counted, returned)
-            if not all(map(math.isfinite, totals)):
-                return MegabatchError(f"the loss is not finite on {where}")
-        for name, (announced, returned) in self.told.items():
+        for rank, report in enumerate(reports):
+            problem = _problem_of_rank(f"data rank {rank} of {len(reports)}", *report)
+            if problem is not None:
+                return problem
+        for name, (announced, returned) in self.announced.items():
             if bool(_differs(returned, announced)):
                 return LossContractError(
                     f"open() was told the weight {announced:.10g} of {name!r} and the calls of the update returned "
                     f"{float(returned):.10g}, over all ranks; give every sample that was counted, and each once"
                 )
-        num_own = self.reports.shape[1] - 4  # differentiable terms, which come first
-        for name, total in zip(self.terms, self.reports[:, 4:].sum(0).tolist() if num_own > 1 else (), strict=False):
-            if math.isinf(float(self.terms[name])):
+        # Differentiable terms come first.
+        totals = self.reports[:, HEAD_SIZE:].sum(0).tolist()
+        for name, total in zip(self.terms, totals, strict=False):
+            if len(totals) > 1 and math.isinf(float(self.terms[name])):
                 return LossContractError(
                     f"the term {name!r} has the weight 0 in this update and the total {total:.6g}, which nothing "
                     "divides; return a total of 0 where there is nothing to count, or count what it sums"
@@ -132,8 +116,31 @@ class Update:
         return replace(self, grad_norm=norm, finite=self.finite & torch.isfinite(norm).to(self.finite.device))
 
 
-def _differs(returned: Tensor, told: float) -> Tensor:
-    return (returned - told).abs() > WEIGHT_TOLERANCE * told
+def _problem_of_rank(
+    where: str, fault: float, counted: float, returned: float, names_hash: float, *totals: float
+) -> MegabatchError | None:
+    """Return an error that names the fault in the report of a rank, or None."""
+    if fault == TAKEN:
+        return MegabatchError(f"the gradient of {where} was dropped or written to between two calls of an update")
+    if fault == MISCOUNTED:
+        return LossContractError(
+            f"update_weight is {counted:.10g} but the weights of its microbatches add up to {returned:.10g} on "
+            f"{where}; count what the losses sum or average over, on this rank alone"
+        )
+    if fault == MULTIPLIED:
+        return LossContractError(
+            f"a loss was multiplied after scale() on {where}; call backward() on what scale() returns, and "
+            "give it the GradScaler: scale(loss, scaler)"
+        )
+    if fault:
+        return weights_differ(where, counted, returned)
+    if not all(map(math.isfinite, totals)):
+        return MegabatchError(f"the loss is not finite on {where}")
+    return None
+
+
+def _differs(returned: Tensor, announced: float) -> Tensor:
+    return (returned - announced).abs() > WEIGHT_TOLERANCE * announced
 
 
 def weights_differ(where: str, counted: float, returned: float) -> LossContractError:
@@ -145,31 +152,41 @@ def weights_differ(where: str, counted: float, returned: float) -> LossContractE
 
 
 class OpenUpdate:
-    """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
+    """This rank's sums of the update that is being accumulated, and the divisors of its terms.
 
-    is_running = False  # a microbatch of it runs
+    Attributes:
+        is_running: True while a call adds to the update.
+        is_dropped: True once the update was dropped, which a loop of the user's may not know.
+        is_taken: True if the gradient on this rank was changed between two calls.
+        loss_scale: The scale of a GradScaler.
+        total_factor: The factor by which the last total was multiplied before its backward.
+        taking_back: State that a microbatch adds outside of gradients: its name, and a function that undoes it.
+        keeps_cut: The reason why a microbatch may not run in parts, if it may not.
+    """
+
+    is_running = False
     is_dropped = False
-    loss_scale: float | Tensor = 1.0  # of a GradScaler
-    keeps_cut: ClassVar[str | None] = None  # why a microbatch may not run in parts
+    is_taken = False
+    loss_scale: float | Tensor = 1.0
+    total_factor = 1.0
+    keeps_cut: ClassVar[str | None] = None
 
     def __init__(self, wrapper: Wrapper) -> None:
         self._ranks, self._wrapper = wrapper.ranks, wrapper
         self._device = wrapper.device
         self._dtype = accumulation_dtype(wrapper.device)
         self._divisors = Divisors()
-        self._is_held = False  # the wrapper is to reduce once, at the end
         self._hold_reduction: Callable[[str], None] = _hold_nothing
-        self._checked_terms: object = None  # of the microbatch before
-        self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
+        # The terms of the microbatch before, which need no second check.
+        self._checked_terms: object = None
+        self._differentiable: set[str] = set()
         self._sums: dict[str, Term] = {}
-        self._differ: Any = False  # a bool, or a scalar on the device; one of the codes above in a loop of the user's
-        self.is_taken = False  # True if the gradient on this rank was changed between two calls
-        # State that a microbatch adds outside of gradients: its name, and a function that undoes it after a failure.
-        self.taking_back: list[tuple[str, Callable[[], object]]] = []
+        # The fault of the report: a number, or on a device a scalar.
+        self._differ: Any = False
         self._counted = 0.0
+        self.taking_back: list[tuple[str, Callable[[], object]]] = []
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
         self._all_have_gradients = False
-        self.total_factor = 1.0  # by which the last total was multiplied before its backward
 
     @property
     def has_calls(self) -> bool:
@@ -191,14 +208,14 @@ class OpenUpdate:
         """The divisor of each term that has one already."""
         return self._divisors.by_term
 
-    def tell(self, weights: Mapping[str, float]) -> None:
-        """Divide by weights of the whole update, by term, which its first call does not know. Empty: not told."""
+    def announce(self, weights: Mapping[str, float]) -> None:
+        """Divide by these weights of the update by term, and not by those of its first call. Empty changes nothing."""
         if weights:
             self._divisors = ToldDivisors(weights)
 
     def hold_reduction(self) -> None:
         """Reduce once, when the update closes, where the wrapper and its policy can."""
-        self._is_held, self._hold_reduction = True, self._wrapper.hold_reduction
+        self._hold_reduction = self._wrapper.hold_reduction
 
     @property
     def can_add(self) -> bool:
@@ -219,7 +236,7 @@ class OpenUpdate:
             raise MegabatchError(NOT_OPEN)
 
     def check_replaceable(self, weight: float) -> None:
-        """Raise `PlanError` if ``weight`` cannot replace the divisor, which was told before."""
+        """Raise `PlanError` if ``weight`` cannot replace the divisor, since `open` was told another."""
         if self._divisors.told:
             raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
 
@@ -257,9 +274,11 @@ class OpenUpdate:
             for _, take_back in self.taking_back:
                 take_back()
             raise
-        if not self._all_have_gradients:  # only new gradients can share memory
-            separate_gradients(self._wrapper.accumulating)
-            self._all_have_gradients = all(each.grad is not None for each in self._wrapper.accumulating)
+        # Only new gradients can share memory.
+        if not self._all_have_gradients:
+            parameters = self._wrapper.accumulating
+            separate_gradients(parameters)
+            self._all_have_gradients = all(parameter.grad is not None for parameter in parameters)
         return sums
 
     def objective(self, terms: Mapping[str, Term], step: MicrobatchStep) -> Tensor:
@@ -276,8 +295,8 @@ class OpenUpdate:
         self.total_factor = min(factors)
         if step.is_dummy:
             factors = [0.0] * len(names)
-        parts = [terms[name].total * factor for name, factor in zip(names, factors, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        scaled_totals = [terms[name].total * factor for name, factor in zip(names, factors, strict=True)]
+        return scaled_totals[0] if len(scaled_totals) == 1 else torch.stack(scaled_totals).sum()
 
     def add(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
         """Add a microbatch's terms to the sums. Compare its weights with the counted ones. Return the terms, detached.
@@ -312,68 +331,75 @@ class OpenUpdate:
         ``weight`` replaces the divisor. ``max_norm`` is only compared with the other ranks'. This sends one small
         message between devices. On the CPU, raises `LossContractError` if counted and returned weights differ.
         """
-        own = sorted(self._differentiable)
-        if weight is not None and len(own) > 1:
-            raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
-        names = [*own, *sorted(self._sums.keys() - self._differentiable)]
-        rest = f"{own} {weight} {max_norm} {self._divisors.told} {self._is_held}"
-        rest += f" {self._wrapper.collectives_digest}"
-        rest += repr(self._ranks.position)  # which only the CPU compares by itself
-        report = self._report(names, rest)
-        rows = report[None] if self._ranks.is_alone else self._ranks.gather_report(report)  # [ranks, 4 + 2 * MAX_TERMS]
-        totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
+        carrying = self.differentiable
+        if weight is not None and len(carrying) > 1:
+            raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {carrying}")
+        # Differentiable terms come first, then the metrics.
+        names = [*carrying, *sorted(self._sums.keys() - self._differentiable)]
+        reports = self._gather_reports(names, weight, max_norm)  # [ranks, HEAD_SIZE + 2 * MAX_TERMS]
+        end = HEAD_SIZE + 2 * len(names)
+        totals, weights = reports[:, HEAD_SIZE:end].sum(0).reshape(2, -1)  # [terms], [terms]
         totals, weights = self.sums_over_ranks(names, totals, weights)
         if weight is not None:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
-        num_own = len(own)  # differentiable terms come first, then the metrics
         quotients = totals / weights
-        each = quotients.unbind()
-        agree = ~rows[:, 0].any()
-        if len(rows) > 1:
-            agree = agree & (rows[:, 3] == rows[0, 3]).all()
-        if num_own == 1:
-            loss = each[0]
+        terms = dict(zip(names, quotients.unbind(), strict=True))
+        agree = ~reports[:, 0].any()
+        if len(reports) > 1:
+            agree = agree & (reports[:, 3] == reports[0, 3]).all()
+        if len(carrying) == 1:
+            loss = terms[carrying[0]]
         else:
-            has_weight = weights[:num_own] > 0
-            loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # NaN without any weight
+            num_carrying = len(carrying)
+            has_weight = weights[:num_carrying] > 0
+            # NaN without any weight.
+            loss = torch.where(has_weight, quotients[:num_carrying], 0.0).sum() / has_weight.any()
             # A total that is not finite and has no weight, and a total without a weight.
-            agree = agree & torch.isfinite(totals[:num_own]).all() & ~torch.isinf(quotients[:num_own]).any()
-        told = {name: (known, _returned_weight(name, names, weights)) for name, known in self._divisors.told.items()}
-        for known, returned in told.values():
-            agree = agree & ~_differs(returned, known)
-        whole = weights[0] if num_own else torch.zeros_like(loss)
+            agree = agree & torch.isfinite(totals[:num_carrying]).all() & ~torch.isinf(quotients[:num_carrying]).any()
+        announced: dict[str, tuple[float, Tensor]] = {}
+        for name, announced_weight in self._divisors.told.items():
+            returned = _returned_weight(name, names, weights)
+            announced[name] = announced_weight, returned
+            agree = agree & ~_differs(returned, announced_weight)
+        divisor = weights[0] if carrying else torch.zeros_like(loss)
         update = Update(
             loss=loss,
-            terms=dict(zip(names, each, strict=True)),
-            weight=whole,
+            terms=terms,
+            weight=divisor,
             finite=torch.isfinite(loss) & agree,
             grad_norm=None,
             num_samples=self.num_samples,
             num_tokens=self.num_tokens,
             num_microbatches=self.num_microbatches,
-            reports=rows[:, : 4 + num_own],
-            told=told,
+            reports=reports[:, : HEAD_SIZE + len(carrying)],
+            announced=announced,
         )
-        problem = update.problem() if self._device.type == "cpu" else None
-        if problem is not None and (isinstance(problem, LossContractError) or bool((rows[:, 0] == TAKEN).any())):
-            raise problem
-        return update, self._divisors.missing_factor(own, whole, weight) if own else 0.0
+        if self._device.type == "cpu":
+            _raise_breach(update)
+        return update, self._divisors.missing_factor(carrying, divisor, weight) if carrying else 0.0
 
-    def sums_over_ranks(
-        self, names: Sequence[str], totals: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the sums of totals and of weights over all ranks, [terms] each; given are those that float64 adds."""
+    def _gather_reports(self, names: list[str], weight: float | None, max_norm: float | None) -> Tensor:
+        """Return the reports of all ranks, with a hash of everything that must be the same on all."""
+        holds_reduction = self._hold_reduction is not _hold_nothing
+        settings = f"{self.differentiable} {weight} {max_norm} {self._divisors.told} {holds_reduction}"
+        # Only the CPU compares positions by itself.
+        settings += f" {self._wrapper.collectives_digest}{self._ranks.position!r}"
+        report = self._report(names, settings)
+        return report[None] if self._ranks.is_alone else self._ranks.gather_report(report)
+
+    def sums_over_ranks(self, names: Sequence[str], totals: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of totals and of weights over all ranks, [terms] each, from those that float64 adds."""
         return totals, weights
 
     def hear_errors(self) -> None:
-        """Raise an error that another rank has told meanwhile, where ranks do not run their microbatches in step."""
+        """Raise an error that another rank has sent meanwhile, where ranks do not run their microbatches in step."""
 
     def report(self, update: Update) -> Update:
         """Return the closed update as far as it is known."""
         return update
 
-    def _report(self, names: list[str], rest: str) -> Tensor:
-        """Return [weights differ, counted, returned, hash of names and rest; totals of terms; their weights; zeros]."""
+    def _report(self, names: list[str], settings: str) -> Tensor:
+        """Return [fault, counted, returned, hash of names and settings; totals of terms; their weights; zeros]."""
         if len(names) > MAX_TERMS:
             raise LossContractError(f"the loss returned {len(names)} terms; at most {MAX_TERMS} are supported")
         returned = sum(self._sums[name].weight for name in self._differentiable)
@@ -381,13 +407,14 @@ class OpenUpdate:
             TAKEN if self.is_taken else self._differ,
             self._counted,
             returned,
-            float(zlib.crc32("\n".join([*names, rest]).encode())),
+            float(zlib.crc32("\n".join([*names, settings]).encode())),
         ]
-        totals, weights = [self._sums[name].total for name in names], [self._sums[name].weight for name in names]
-        values, num_zeros = [*head, *totals, *weights], 2 * (MAX_TERMS - len(names))
+        terms = [self._sums[name] for name in names]
+        values = [*head, *map(TOTAL, terms), *map(WEIGHT, terms)]
+        num_zeros = 2 * (MAX_TERMS - len(names))
         if self._device.type == "cpu":
             return torch.tensor([*map(float, values), *[0.0] * num_zeros], dtype=self._dtype, device="cpu")
-        return F.pad(torch.stack([self._scalar(value) for value in values]), (0, num_zeros))
+        return F.pad(torch.stack(list(map(self._scalar, values))), (0, num_zeros))
 
     def _scalar(self, value: float | Tensor) -> Tensor:
         # torch.full, since copying a number from the host would wait for the device.
@@ -401,6 +428,15 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
     for name, term in terms.items():
         before = sums.get(name)
         sums[name] = term if before is None else Term(before.total + term.total, before.weight + term.weight)
+
+
+def _raise_breach(update: Update) -> None:
+    """Raise the problem of an update if its loss breaks the contract, or other code took its gradient."""
+    problem = update.problem()
+    if isinstance(problem, LossContractError):
+        raise problem
+    if problem is not None and bool((update.reports[:, 0] == TAKEN).any()):
+        raise problem
 
 
 def _returned_weight(name: str, names: list[str], weights: Tensor) -> Tensor:

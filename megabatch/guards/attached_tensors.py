@@ -6,6 +6,7 @@ weight of the update, so these gradients are as much too small. Only host-side i
 
 import weakref
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from megabatch.errors import LossContractError
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.module_members import has_backward_hooks
 
-MEMBERS = ("_parameters", "_buffers", "_modules")  # attributes of a module with tensors that are its own
+# Attributes of a module with its tensors.
+MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 class Attachment(NamedTuple):
@@ -77,8 +79,6 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
+        yield from chain.from_iterable(map(_tensors_in, value))
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
+        yield from chain.from_iterable(map(_tensors_in, value.values()))

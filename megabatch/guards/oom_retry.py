@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megabatch.core.call import MicrobatchStep
-from megabatch.core.contract import WEIGHT_TOLERANCE, Term
+from megabatch.core.call import MicrobatchStep, weights_of
+from megabatch.core.contract import WEIGHT_TOLERANCE, Term, Weigh, counted_weights
 from megabatch.core.extension import Call
 from megabatch.core.mesh import num_collectives
+from megabatch.core.samples import Microbatch, Samples
 from megabatch.core.tree import to_device
 from megabatch.core.wrapper import local
 from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
@@ -143,7 +144,7 @@ class OOMRetry:
         self, step: MicrobatchStep, rows: Rows, wanted: Sequence[nn.Parameter] | None, retold: Mapping[str, int]
     ) -> PartStep:
         try:
-            microbatch, announced, weighed = self._prepared.take_part(rows, self._weigh)
+            microbatch, announced, weighed = _take_part(self._prepared.samples, rows, self._weigh)
             microbatch = self._prepared.samples.owned(microbatch, to_device(microbatch, self._wrapper.device))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -182,7 +183,7 @@ class OOMRetry:
 
     def _adds_up(self, step: MicrobatchStep, rows: Rows) -> bool:
         """Return True if the weights of the halves add up to the weight that was announced to the ranks."""
-        weights = [self._prepared.take_part(half, self._weigh)[1] for half in split_in_halves(rows)]
+        weights = [_take_part(self._prepared.samples, half, self._weigh)[1] for half in split_in_halves(rows)]
         if any(weight.keys() != step.announced.keys() for weight in weights):
             return False
         sums = {name: sum(weight[name] for weight in weights) for name in step.announced}
@@ -247,3 +248,17 @@ def _received(before: Receipt) -> set[int]:
         for (parameter, gradient), writes in zip(had, before.writes, strict=True)
         if parameter.grad is not gradient or count_writes(gradient) != writes
     }
+
+
+def _take_part(
+    samples: Samples, rows: tuple[int, ...], weigh: Weigh | None
+) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
+    """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
+    microbatch = samples.take(rows)
+    if weigh is None:
+        return microbatch, {}, {}
+    weighed = weights_of(weigh, microbatch)
+    stated_weight = samples.given_weight(rows)
+    if stated_weight is None:
+        return microbatch, weighed, weighed
+    return microbatch, counted_weights(stated_weight), weighed

@@ -69,7 +69,7 @@ MUTATIONS = (
     Mutation("forget to reduce the weight over ranks", "core/agreement.py",
              "        weights=weights,\n", "        weights=prepared.weight_sums,\n"),
     Mutation("forget to reduce the late weight over ranks", "core/update.py",
-             "rows[:, 4 : 4 + 2 * len(names)].sum(0)", 'self._report(names, "")[4 : 4 + 2 * len(names)]'),
+             "reports[:, HEAD_SIZE:end].sum(0)", 'self._report(names, "")[HEAD_SIZE:end]'),
     Mutation("differentiate a dummy microbatch", "core/update.py",
              "        if step.is_dummy:\n            factors", "        if False:\n            factors"),
     Mutation("count a dummy microbatch", "core/update.py",
