@@ -29,12 +29,13 @@ from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 if TYPE_CHECKING:
     from megabatch.loops.user_loop import LoopMicrobatch
 
-OWN_LOOP = "surround each microbatch of your loop with microbatch(), and call scale(loss).backward() of what it yields"
-REMOVED = {  # method -> what to do instead; a line is kept for one release
+LOOP = "surround each microbatch of your loop with microbatch(), and call scale(loss).backward() of what it yields"
+# What to do instead of a method that was removed. A line stays for one release.
+REMOVED = {
     "pin_cost": "give planner=Tokens(8192, cost=gradient.cost) to a new GradientAccumulator",
     "step_in_backward": "step the optimizer after finalize(), since it freed no memory where gradients accumulate",
-    "microbatches": OWN_LOOP,
-    "backward": OWN_LOOP,
+    "microbatches": LOOP,
+    "backward": LOOP,
 }
 
 
@@ -105,7 +106,8 @@ class GradientAccumulator(Accumulator):
         wrapper.accumulate_in(wide)
         policy = choose_policy(wrapper, sync)
         errors = _join_ranks(wrapper, policy[0], accumulate_dtype, choice.common_settings)
-        inner.pad = padding = Padding(wrapper.models, inner.pad.fills)
+        padding = Padding(wrapper.models, inner.pad.fills)
+        inner.pad = padding
         rows, tokens = choice.limits
         planner_of_calls = new_planner(
             micro_batch_size=rows, max_microbatch_tokens=tokens, batching=inner, length=length, choice=policy,
@@ -300,7 +302,8 @@ class GradientAccumulator(Accumulator):
                 check_first(self, self.wrapper, index)
             request = read_request(of, sum_over, mean_over, update_weight, divided)
         except MegabatchError as error:
-            failure = error  # the other ranks must know
+            # The other ranks must know.
+            failure = error
         if not isinstance(self._open, LoopUpdate):
             sync, _ = self.planner.choice
             loop = open_loop(self.wrapper, self.call_guard, self.error_guard, sync, request, failure)
@@ -314,11 +317,13 @@ class GradientAccumulator(Accumulator):
                 with loop.run(index, request) as part:
                     yield part
         except BaseException:
-            if self._open is loop:  # else the body has discarded the update
+            # The body may have discarded the update.
+            if self._open is loop:
                 self.abandon()
             raise
 
-    if not TYPE_CHECKING:  # where every attribute would be known
+    # For a type checker, every attribute would be known.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute(self, name, REMOVED)
@@ -334,9 +339,9 @@ class GradientAccumulator(Accumulator):
             raise MegabatchError(
                 f"a GradientAccumulator {why} cannot be copied; make a new one for the copied model, after finalize()"
             )
-        made = memo[id(self)] = object.__new__(type(self))
-        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        return made
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
 
 
 def _join_ranks(wrapper: Wrapper, policy: str, dtype: torch.dtype | None, settings: str) -> ErrorGuard:

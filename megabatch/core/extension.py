@@ -1,6 +1,7 @@
 """Optional behaviour of calls and updates, as objects with events: the accumulator names none of them."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from megabatch.core.call import CallAgreement, MicrobatchStep, PreparedBatch
@@ -12,24 +13,32 @@ from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning.plan import Plan
 
 Steps = Generator[MicrobatchStep]
-END = -1  # in place of the index of a step
+# Stands for the index of a step after the last one.
+END = -1
 TWICE = "surround_steps() of an extension left a microbatch out or yielded one twice; yield each once"
 TOO_FEW = "surround_steps() of an extension ended before the last microbatch; yield each once"
 
 
 class Call(NamedTuple):
-    """A call that is under way."""
+    """A call that is under way.
 
-    model: Any  # what the loss gets
+    Attributes:
+        model: The argument of the loss.
+        plan: This rank's plan with its dummy microbatches.
+        is_new: True if the loss was not tried in a call before.
+        takes_divisor: True if the loss divides its total itself.
+    """
+
+    model: Any
     wrapper: Wrapper
     loss_fn: Any
     prepared: PreparedBatch
     agreement: CallAgreement
-    plan: Plan  # with its dummy microbatches
+    plan: Plan
     opened: OpenUpdate
     hooks: LossHooks
-    is_new: bool  # the loss was not tried in a call before
-    takes_divisor: bool  # the loss divides its total itself
+    is_new: bool
+    takes_divisor: bool
 
     @property
     def given(self) -> list[object]:
@@ -45,7 +54,8 @@ class Extension:
     """
 
     is_attached = False
-    plans_anew = False  # its check may have the call planned anew
+    # True if `check_call` may have the call planned anew.
+    plans_anew = False
 
     def attach(self, gradient: Any) -> None:
         """Raise `PlanError` for an accumulator that this extension does not go with, on all ranks alike. Collective."""
@@ -89,15 +99,10 @@ class Extension:
         return {}
 
     def load_state_dict(self, gradient: Any, state: dict[str, Any]) -> None:
-        """Remove from a state what this extension has put in, ``state.pop(name)``: what all of them leave is refused.
+        """Remove from a state the entries of this extension, ``state.pop(name)``. Entries that remain are refused.
 
         The state of a run without this extension lacks the name.
         """
-
-
-def _plans_anew(check: Any) -> bool:
-    """Return True for a method of an extension that plans the call anew."""
-    return check.__self__.plans_anew
 
 
 class Extensions:
@@ -108,21 +113,13 @@ class Extensions:
     """
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
-        if len(set(map(id, extensions))) < len(extensions):
-            raise PlanError("an extension is given twice; give it once")
-        for extension in extensions:
-            if not isinstance(extension, Extension):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise PlanError(f"extensions has a {type(extension).__name__}; give objects of megabatch.Extension")
-            if extension.is_attached:
-                raise PlanError(
-                    f"a {type(extension).__name__} in extensions belongs to another accumulator; give each its own"
-                )
+        _check_extensions(extensions)
         self.all = tuple(extensions)
         self.reserve_for = self._methods("reserve_for")
         self.tune = self._methods("tune")
         self.before_call = self._methods("before_call")
         # A check that plans the call anew comes last, since the others do not run again.
-        self.check_call = sorted(self._methods("check_call"), key=_plans_anew)
+        self.check_call = sorted(self._methods("check_call"), key=attrgetter("__self__.plans_anew"))
         # After a microbatch, the first runs first.
         self.surround_steps = _watched(self._methods("surround_steps")[::-1])
         self.after_finalize = self._methods("after_finalize")
@@ -130,34 +127,49 @@ class Extensions:
     def _methods(self, event: str) -> list[Callable[..., Any]]:
         """Return the methods of the extensions that override an event."""
         base = getattr(Extension, event)
-        return [getattr(extension, event) for extension in self.all if getattr(type(extension), event) is not base]
+        overriding = [extension for extension in self.all if getattr(type(extension), event) is not base]
+        return list(map(attrgetter(event), overriding))
 
     def attach(self, gradient: Any) -> None:
-        """Attach each to its accumulator."""
+        """Attach the extensions to their accumulator."""
         for extension in self.all:
             extension.attach(gradient)
         for extension in self.all:
             extension.is_attached = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all, in one. Raises `PlanError` if two use one name."""
-        states = [extension.state_dict() for extension in self.all]
-        names = [name for state in states for name in state]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise PlanError(f"two extensions save a state as {twice!r}; give each a name of its own")
-        return {name: value for state in states for name, value in state.items()}
+        """Return the states of all extensions, in one. Raises `PlanError` if two use one name."""
+        states: dict[str, Any] = {}
+        for extension in self.all:
+            for name, value in extension.state_dict().items():
+                if name in states:
+                    raise PlanError(f"two extensions save a state as {name!r}; give each a name of its own")
+                states[name] = value
+        return states
 
     def load_state_dict(self, gradient: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Give each its part of a state. Return what is left."""
+        """Let each extension load its part of a state. Return the entries that remain."""
         remaining = dict(state)
         for extension in self.all:
             extension.load_state_dict(gradient, remaining)
         return remaining
 
 
+def _check_extensions(extensions: Sequence[Extension]) -> None:
+    """Raise `PlanError` for an object that cannot be attached as an extension."""
+    if len(set(map(id, extensions))) < len(extensions):
+        raise PlanError("an extension is given twice; give it once")
+    for extension in extensions:
+        if not isinstance(extension, Extension):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(f"extensions has a {type(extension).__name__}; give objects of megabatch.Extension")
+        if extension.is_attached:
+            raise PlanError(
+                f"a {type(extension).__name__} in extensions belongs to another accumulator; give each its own"
+            )
+
+
 def _watched(surrounding: list[Callable[..., Steps]]) -> list[Callable[..., Steps]]:
-    """Return what surrounds the steps of a call, and between both ends a check that every step arrives once."""
+    """Return the surrounding generators between two others, which check that every step passes through once."""
     if not surrounding:
         return []
     waiting: list[int] = []

@@ -1,4 +1,4 @@
-"""Guards: what watches the calls of an update, and the errors of its ranks. The guards of this file watch the least."""
+"""Guards watch the calls of an update, and the errors of its ranks. Those of this file watch as little as possible."""
 
 import contextlib
 from collections.abc import Generator
@@ -63,4 +63,4 @@ class ErrorGuard:
         return contextlib.nullcontext()
 
     def check(self) -> None:
-        """Raise the error of another rank that has told it by now."""
+        """Raise an error that another rank has broadcast by now."""

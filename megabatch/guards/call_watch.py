@@ -4,6 +4,7 @@ All checks of gradients run on the host. They compare identities and write count
 """
 
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megabatch.core.by_loss import ByLoss
@@ -39,7 +40,8 @@ class CallWatch(CallGuard):
         self._is_exact = not wrapper.replaces_gradients
         self._leftover: Leftover | None = None
         self._attached = AttachedTensors(wrapper)
-        self._compared: ByLoss[bool] = ByLoss()  # functions that count weights, and counted no padding
+        # Functions that count weights, and have counted no padding.
+        self._compared: ByLoss[bool] = ByLoss()
 
     def is_new(self, loss_fn: Any) -> bool:
         """Return True for a loss that no call had before."""
@@ -70,7 +72,8 @@ class CallWatch(CallGuard):
         """Raise `LossContractError` for a weight that counts padding. Compare each function that counts once."""
         if hooks.weigh is None or not planner.adds_up or self._compared.get(hooks.weigh):
             return
-        if hooks.prepare is not None and not is_own(hooks.prepare):  # it may draw random numbers
+        # A user's function may draw random numbers.
+        if hooks.prepare is not None and not is_own(hooks.prepare):
             return
         if check_weights(prepared.samples, prepared.plan, hooks):
             self._compared.set(hooks.weigh, True)
@@ -99,7 +102,8 @@ class CallWatch(CallGuard):
             from megabatch.guards.oom_retry import OOMRetry
 
             run_in_parts = OOMRetry(call).prepare_parts(step, error, before, num_sent, run)
-        sums = run_in_parts()  # out of the handler, which keeps the failed graph in memory
+        # Out of the handler, which keeps the failed graph in memory.
+        sums = run_in_parts()
         _plan_within(gradient, call)
         return sums
 
@@ -137,7 +141,7 @@ class CallWatch(CallGuard):
 def _plan_within(gradient: Any, call: Call) -> None:
     """Plan later calls within what has fit in memory, after a microbatch has run in parts."""
     parts = call.prepared.parts
-    ran = [rows for parts_of_microbatch in parts.values() for rows in parts_of_microbatch if rows]
     gradient.last_plan = call.plan.in_parts(parts)
-    if ran:
-        gradient.planner = gradient.planner.lowered(call.plan.bound_of(ran))
+    parts_with_rows = list(filter(None, chain.from_iterable(parts.values())))
+    if parts_with_rows:
+        gradient.planner = gradient.planner.lowered(call.plan.bound_of(parts_with_rows))
