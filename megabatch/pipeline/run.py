@@ -31,7 +31,6 @@ from megabatch.core.contract import (
     terms_of,
     weigh_of,
 )
-from megabatch.inspection.error_kinds import is_out_of_memory
 from megabatch.core.extension import Call
 from megabatch.core.mesh import DataRanks
 from megabatch.core.samples import Microbatch

@@ -19,7 +19,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.inspection.error_kinds import is_of_message, is_out_of_memory
 from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import SelfWrapped, Wrapper
 from megabatch.errors import MegabatchError, PlanError, in_one_line
