@@ -81,11 +81,11 @@ def _means(logits: Tensor, mask: Tensor, top_k: int, scores: Callable[[Tensor], 
         )
     logits = logits.view(*mask.shape, num_experts)  # [B, T, E]
     logits = logits.float() if logits.dtype in HALF_TYPES else logits
-    kept = mask.to(logits).unsqueeze(-1)  # [B, T, 1]
+    weights = mask.to(logits).unsqueeze(-1)  # [B, T, 1]
     chosen = torch.zeros_like(logits).scatter(-1, logits.topk(top_k).indices, 1.0)  # [B, T, E]
-    num_tokens = kept.sum(1).clamp(min=1)  # [B, 1]
-    load = (chosen * kept).sum(1) * num_experts / (top_k * num_tokens)
-    return load, (scores(logits) * kept).sum(1) / num_tokens
+    num_tokens = weights.sum(1).clamp(min=1)  # [B, 1]
+    load = (chosen * weights).sum(1) * num_experts / (top_k * num_tokens)
+    return load, (scores(logits) * weights).sum(1) / num_tokens
 
 
 def next_token_with_balance(
@@ -155,8 +155,8 @@ def config_coefficient(model: nn.Module) -> float | None:
 
 def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Term, Sequence[Tensor]]:
     """Return the term of the next token and the router logits, [B * T, E] per layer."""
-    given = {name: value for name, value in microbatch.items() if name != TOKENS}
-    term, output = next_token_beside(model, given, output_router_logits=True)
+    inputs = {name: value for name, value in microbatch.items() if name != TOKENS}
+    term, output = next_token_beside(model, inputs, output_router_logits=True)
     router_logits = getattr(output, "router_logits", None)
     if not router_logits:
         raise PlanError(
@@ -199,7 +199,7 @@ def _config_value(model: nn.Module, names: Sequence[str]) -> float | None:
     """Return the first of ``names`` in the config of a transformers model, wrapped or not. None if there is none."""
     config: Any = getattr(with_config(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return next((found for name in names if (found := getattr(text, name, None)) is not None), None)
+    return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
 
 
 class ExpertBias:
@@ -246,7 +246,9 @@ class ExpertBias:
             for number, model in enumerate(models)
             for path, module in cast(nn.Module, model).named_modules()
         }
-        self._routers = {path: each for path, each in modules.items() if isinstance(getattr(each, name, None), Tensor)}
+        self._routers = {
+            path: module for path, module in modules.items() if isinstance(getattr(module, name, None), Tensor)
+        }
         if not self._routers:
             raise PlanError(f"no module of the model has a tensor {name!r}; say name=, that of the bias of its routers")
         self._counts = {path: self._nothing(path) for path in self._routers}  # [experts] each
@@ -323,15 +325,15 @@ class ExpertBias:
             raise PlanError(
                 f"router {path!r} did not tell which experts it chose; say chosen=, which gives [tokens, k]"
             )
-        kept = torch.ones_like(chosen, dtype=torch.int64)  # [tokens, k]
+        weights = torch.ones_like(chosen, dtype=torch.int64)  # [tokens, k]
         if self._mask is not None:
             if self._mask.numel() != len(chosen):
                 raise PlanError(
                     f"router {path!r} saw {len(chosen)} tokens but attention_mask has the shape "
                     f"{tuple(self._mask.shape)}; give the mask of these tokens, or none"
                 )
-            kept *= (self._mask.reshape(-1, 1) != 0).to(kept)
-        return self._nothing(path).scatter_add_(0, chosen.flatten(), kept.flatten())
+            weights *= (self._mask.reshape(-1, 1) != 0).to(weights)
+        return self._nothing(path).scatter_add_(0, chosen.flatten(), weights.flatten())
 
     def _add(self, path: str, update: OpenUpdate | None, loads: Tensor) -> None:
         if update is not None and update is self._update:
@@ -354,5 +356,5 @@ class _Once:
 def _integers(output: Any) -> Tensor | None:
     """Return the one tensor of integers in a router's output."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    found = [leaf for leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex() and leaf.ndim == 2]
-    return found[0] if len(found) == 1 else None
+    choices = [leaf for leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex() and leaf.ndim == 2]
+    return choices[0] if len(choices) == 1 else None

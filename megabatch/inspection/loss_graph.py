@@ -24,19 +24,19 @@ def graph_nodes(totals: Sequence[Tensor]) -> Generator[Any]:
 def find_functions(totals: Sequence[Tensor]) -> list[Any]:
     """Return the nodes of user-written autograd functions near the totals, which return scalars or vectors."""
     pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
-    seen: set[Any] = set()
-    found: list[Any] = []
+    visited: set[Any] = set()
+    functions: list[Any] = []
     while pending:
         node = pending.pop()
-        if node in seen or any(len(each.shape) > 1 for each in inputs_of_node(node)):
+        if node in visited or any(len(edge.shape) > 1 for edge in inputs_of_node(node)):
             continue
-        seen.add(node)
+        visited.add(node)
         pending.extend(before for before, _ in node.next_functions if before is not None)
         is_written = isinstance(node, torch.autograd.function.BackwardCFunction)
         home = class_of_function(node).__module__ if is_written else "torch"
         if home.partition(".")[0] not in ("torch", "megabatch"):
-            found.append(node)
-    return found
+            functions.append(node)
+    return functions
 
 
 def name_of_function(node: Any) -> str:
@@ -51,17 +51,19 @@ def is_linear(node: Any) -> bool | None:
     The backward runs for two scales of the gradient, which uses up its graph.
     """
     # Powers of two scale without rounding, so equal results mean that the scale was ignored.
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for scale in (2.0, 0.5):
-        given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in inputs_of_node(node)]
+        gradients = [
+            torch.full(edge.shape, scale, dtype=edge.dtype, device=edge.device) for edge in inputs_of_node(node)
+        ]
         try:
-            back = node.apply(*given)
+            back = node.apply(*gradients)
         except Exception:  # the first backward has freed the saved tensors
             return True
-        tensors = [back] if isinstance(back, Tensor) else [each for each in back if isinstance(each, Tensor)]
-        found.append([tensor.detach().clone() for tensor in tensors])
-    moved = [(one, other) for one, other in zip(*found, strict=True) if bool(one.any())]
-    return not any(torch.equal(one, other) for one, other in moved) if moved else None
+        tensors = [back] if isinstance(back, Tensor) else [tensor for tensor in back if isinstance(tensor, Tensor)]
+        results.append([tensor.detach().clone() for tensor in tensors])
+    moved = [(doubled, halved) for doubled, halved in zip(*results, strict=True) if bool(doubled.any())]
+    return not any(torch.equal(doubled, halved) for doubled, halved in moved) if moved else None
 
 
 def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
@@ -70,8 +72,8 @@ def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) ->
     # Autograd's graph points from outputs to inputs; this is the other direction.
     users: dict[Any, list[Any]] = {}
     for node, inputs in graph.items():
-        for each in inputs:
-            users.setdefault(each, []).append(node)
+        for edge in inputs:
+            users.setdefault(edge, []).append(node)
     pending = [node for node in graph if id(_leaf(node)) in ids]
     reached = set(pending)
     while pending:

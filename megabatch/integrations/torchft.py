@@ -126,7 +126,7 @@ class Replicas(Extension):
             problem = f"the model is a {type(model).__name__}, which sums over ranks by itself; leave it unwrapped"
         elif not ranks.is_alone and not is_sharded:
             problem = "a replica has several ranks; shard the model over all of them with fully_shard, or use one"
-        elif any(each.device_mesh.ndim > 1 for each in trainable(model) if is_dtensor(each)):
+        elif any(parameter.device_mesh.ndim > 1 for parameter in trainable(model) if is_dtensor(parameter)):
             problem = "the model is sharded over several axes; use fully_shard over a mesh of one"
         elif is_sharded and gradient.planner.choice[0] != "every" and not ranks.is_alone:
             problem = f"sync is {gradient.planner.choice[0]!r}, which keeps gradients unreduced; leave it out"
@@ -279,14 +279,14 @@ class Replicas(Extension):
                 "use another (a norm without running statistics)"
             )
         parameters = trainable(gradient.model)
-        gradients = {index: each.grad for index, each in enumerate(parameters) if each.grad is not None}
+        gradients = {index: parameter.grad for index, parameter in enumerate(parameters) if parameter.grad is not None}
         row = {
             "terms": {
                 index: {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
                 for index, terms in self._terms.items()
             },
             "differentiable": cast(Any, gradient.open_update).differentiable,
-            "dtypes": {index: str(each.dtype).removeprefix("torch.") for index, each in gradients.items()},
+            "dtypes": {index: str(tensor.dtype).removeprefix("torch.") for index, tensor in gradients.items()},
             "token": random.SystemRandom().getrandbits(62),
         }
         rows = self._exchange(gradient, row)
@@ -345,9 +345,9 @@ class Replicas(Extension):
         weights = {int(index): value for report in rows for index, value in report["weights"].items()}
         self._weights = dict(sorted(weights.items()))
         held: set[int] = set()
-        for holder, other in enumerate(rows):
-            if held.isdisjoint(other["terms"]):
-                held |= set(other["terms"])
+        for holder, holder_row in enumerate(rows):
+            if held.isdisjoint(holder_row["terms"]):
+                held |= set(holder_row["terms"])
             elif holder == rank:  # it was away while others computed its share again, and a sum gives nothing back
                 self._terms.clear()
                 gradient.discard()

@@ -105,19 +105,21 @@ def report_encoding(
     """Return the reports of all ranks, in the order of `DataRanks`. Raise a fault or a failure of one rank on all."""
     fault = describe_fault(encodings, cut) if failure is None else f"encode failed ({in_one_line(failure)})"
     kind = "" if fault else encodings[0].kind
-    told: list[EncodingReport] = ranks.exchange_objects(EncodingReport(_world_rank(), sum(map(len, cut)), kind, fault))
+    reports: list[EncodingReport] = ranks.exchange_objects(
+        EncodingReport(_world_rank(), sum(map(len, cut)), kind, fault)
+    )
     if failure is not None:
         raise failure
-    for number, each in enumerate(told):
+    for number, report in enumerate(reports):
         where = f"data rank {number % ranks.degree}"
-        if each.fault is not None:
-            raise LossContractError(each.fault if len(told) == 1 else f"{where} of {ranks.degree}: {each.fault}")
-        if each.kind != told[0].kind:
+        if report.fault is not None:
+            raise LossContractError(report.fault if len(reports) == 1 else f"{where} of {ranks.degree}: {report.fault}")
+        if report.kind != reports[0].kind:
             raise LossContractError(
-                f"encode gives {told[0].kind} on data rank 0 and {each.kind} on {where}; "
+                f"encode gives {reports[0].kind} on data rank 0 and {report.kind} on {where}; "
                 "give rows of one shape and dtype on all"
             )
-    return told
+    return reports
 
 
 def describe_fault(encodings: Sequence[Encoded], cut: Cut) -> str | None:
@@ -139,30 +141,30 @@ def describe_fault(encodings: Sequence[Encoded], cut: Cut) -> str | None:
 
 
 def gather_encodings(
-    ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut, told: Sequence[EncodingReport]
+    ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut, reports: Sequence[EncodingReport]
 ) -> tuple[list[Tensor], slice]:
     """Return the representations of all samples, and the slice that is this rank's.
 
     Each tensor has the shape [N, ...], in the order of the ranks and of each rank's batch. Floating-point and complex
     tensors are leaves that require a gradient. The host does not wait for the device.
     """
-    data = told[: ranks.degree]
-    sizes = [each.num_samples for each in data]
+    data = reports[: ranks.degree]
+    sizes = [report.num_samples for report in data]
     # Mesh order may differ from the order of ranks, which users index by.
     order = sorted(range(len(data)), key=lambda number: data[number].rank)
     encoded_rows = [row for rows in cut for row in rows]
     places = sorted(range(len(encoded_rows)), key=encoded_rows.__getitem__)  # from the cut back to the batch's order
-    wholes: list[Tensor] = []
+    representations: list[Tensor] = []
     for parts in zip(*(encoded.leaves for encoded in encodings), strict=True):
-        own = torch.cat([part[: len(rows)] for part, rows in zip(parts, cut, strict=True)])  # [n, ...]
-        padded = own.new_zeros(max(sizes), *own.shape[1:])  # a gather needs one shape on all ranks
-        padded[: len(own)] = in_order(own, places)
+        local_rows = torch.cat([part[: len(rows)] for part, rows in zip(parts, cut, strict=True)])  # [n, ...]
+        padded = local_rows.new_zeros(max(sizes), *local_rows.shape[1:])  # a gather needs one shape on all ranks
+        padded[: len(local_rows)] = in_order(local_rows, places)
         gathered = ranks.gather_on_device(padded)  # [ranks, most, ...]
-        whole = torch.cat([gathered[number, : sizes[number]] for number in order])  # [N, ...]
-        wholes.append(whole.requires_grad_(_is_continuous(whole)))
-    me = [each.rank for each in told].index(_world_rank()) % ranks.degree
+        representation = torch.cat([gathered[number, : sizes[number]] for number in order])  # [N, ...]
+        representations.append(representation.requires_grad_(_is_continuous(representation)))
+    me = [report.rank for report in reports].index(_world_rank()) % ranks.degree
     start = sum(sizes[number] for number in order[: order.index(me)])
-    return wholes, slice(start, start + sizes[me])
+    return representations, slice(start, start + sizes[me])
 
 
 def in_order(tensor: Tensor, order: list[int]) -> Tensor:
@@ -247,14 +249,14 @@ def run_coupled_loss(
         failure = error
     with agreeing():
         reports = report_encoding(ranks, encodings, cut, failure)
-    wholes, local_rows = gather_encodings(ranks, encodings, cut, reports)
-    sums, gradients = _couple(call, wholes, encodings[0].structure)
+    representations, local_rows = gather_encodings(ranks, encodings, cut, reports)
+    sums, gradients = _couple(call, representations, encodings[0].structure)
     encoded_rows, sizes = [row for rows in cut for row in rows], [len(rows) for rows in cut]
     local_gradients = [
         None if gradient is None else in_order(gradient[local_rows], encoded_rows).split(sizes)
         for gradient in gradients
     ]
-    del wholes, gradients  # before the second pass, which needs the memory
+    del representations, gradients  # before the second pass, which needs the memory
     _report_drift(call, _backward(call, encodings, local_gradients), sums)
     return sums
 
@@ -280,12 +282,12 @@ def _encode(call: CoupledCall) -> list[Encoded]:
 
 
 def _couple(
-    call: CoupledCall, wholes: list[Tensor], structure: pytree.TreeSpec
+    call: CoupledCall, representations: list[Tensor], structure: pytree.TreeSpec
 ) -> tuple[dict[str, Term], Sequence[Tensor | None]]:
     """Compute the loss over all samples. Return its sums, and the gradient of every representation."""
-    terms = _loss_of_all(call, pytree.tree_unflatten(wholes, structure))
+    terms = _loss_of_all(call, pytree.tree_unflatten(representations, structure))
     names = differentiable(terms)
-    _check_reach([terms[name].total for name in names], wholes)
+    _check_reach([terms[name].total for name in names], representations)
     # A weight on the host makes the divisor known before the second pass.
     weights = {name: weight for name in names if isinstance(weight := terms[name].weight, float)}
     if len(weights) < len(names):
@@ -297,15 +299,17 @@ def _couple(
     counts = all(group.rank() == 0 for group in call.wrapper.ranks.data_groups)
     sums = call.opened.add(terms, replace(step, is_dummy=not counts))
     # Each rank differentiates the whole loss, so its own rows have their full gradient without a reduction.
-    leaves = [whole for whole in wholes if whole.requires_grad]
-    found = iter(torch.autograd.grad(objective, leaves, allow_unused=True))
-    return sums, [next(found) if whole.requires_grad else None for whole in wholes]
+    leaves = [representation for representation in representations if representation.requires_grad]
+    gradients = iter(torch.autograd.grad(objective, leaves, allow_unused=True))
+    return sums, [next(gradients) if representation.requires_grad else None for representation in representations]
 
 
-def _loss_of_all(call: CoupledCall, given: Any) -> dict[str, Term]:
+def _loss_of_all(call: CoupledCall, representations: Any) -> dict[str, Term]:
     """Call the loss on the representations. Raises `LossContractError` if it draws random numbers on several ranks."""
     random = random_state.note(call.wrapper.device)
-    terms = terms_of(call.joint.loss(*given) if isinstance(given, tuple) else call.joint.loss(given))
+    terms = terms_of(
+        call.joint.loss(*representations) if isinstance(representations, tuple) else call.joint.loss(representations)
+    )
     if call.wrapper.ranks.degree > 1 and not random_state.note(call.wrapper.device).same_as(random):
         raise LossContractError(
             "the loss of a JointLoss drew random numbers, which differ from rank to rank; draw them in encode"
@@ -313,10 +317,10 @@ def _loss_of_all(call: CoupledCall, given: Any) -> dict[str, Term]:
     return terms
 
 
-def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
+def _check_reach(totals: Sequence[Tensor], representations: list[Tensor]) -> None:
     """Raise if a total depends on a leaf that is no representation, since its gradient would be lost."""
     for leaf in graph_leaves(totals):
-        if not any(leaf is whole for whole in wholes):
+        if not any(leaf is representation for representation in representations):
             raise LossContractError(
                 f"the loss of a JointLoss reaches a trainable parameter of shape {tuple(leaf.shape)} by itself; return "
                 "what it needs from encode, one row per sample: temperature.expand(len(queries))"
@@ -326,8 +330,8 @@ def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
 def _backward(call: CoupledCall, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:
     """Encode every microbatch again and run its backward. Return a bool tensor, True if its representations changed."""
     drifted = torch.zeros((), dtype=torch.bool, device=call.wrapper.device)
-    with contextlib.closing(iterate_steps(call.prepared, call.agreement, None, call.wrapper)) as each:
-        for step in each:
+    with contextlib.closing(iterate_steps(call.prepared, call.agreement, None, call.wrapper)) as steps:
+        for step in steps:
             encoded = encodings[step.index]
             with random_state.replay(encoded.random):
                 leaves = pytree.tree_leaves(call.joint.encode(call.model, step.microbatch))
@@ -346,8 +350,8 @@ def _differentiate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None],
         raise LossContractError(
             f"no representation carries a gradient, which encode gives; {describe_missing_gradient()}"
         )
-    given = [gradient for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
-    torch.autograd.backward(carrying, list(map(torch.zeros_like, carrying)) if step.is_dummy else given)
+    carried = [gradient for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
+    torch.autograd.backward(carrying, list(map(torch.zeros_like, carrying)) if step.is_dummy else carried)
 
 
 def _carries(leaf: Tensor, gradient: Tensor | None) -> bool:

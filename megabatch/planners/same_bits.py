@@ -52,7 +52,7 @@ def check_settings(wrapper: Wrapper, batching: Batching, accumulate_dtype: torch
         problem = f"accumulate_dtype is {accumulate_dtype}, whose sums depend on their order; leave it out"
     elif dtypes:
         problem = f"a parameter is {min(map(str, dtypes))}, whose sums float64 rounds; train in float32 or bfloat16"
-    elif any(getattr(each, "sparse", False) is True for model in wrapper.models for each in model.modules()):
+    elif any(getattr(module, "sparse", False) is True for model in wrapper.models for module in model.modules()):
         problem = "an embedding has sparse gradients; set sparse=False"
     if problem:
         raise PlanError(f"SameBits and {problem}, or leave SameBits out")
@@ -93,17 +93,17 @@ class OptimizerCheck(Extension):
 
 def check_modules(models: Sequence[nn.Module]) -> None:
     """Raise `PlanError` for modules whose outputs depend on which microbatches ran before on the rank."""
-    for each in (module for model in models for module in model.modules() if module.training):
-        is_norm = isinstance(each, nn.SyncBatchNorm) or "SpectralNorm" in type(each).__name__
-        if is_norm or getattr(each, "track_running_stats", False):
+    for layer in (module for model in models for module in model.modules() if module.training):
+        is_norm = isinstance(layer, nn.SyncBatchNorm) or "SpectralNorm" in type(layer).__name__
+        if is_norm or getattr(layer, "track_running_stats", False):
             raise PlanError(
-                f"SameBits and {type(each).__name__} keeps statistics of its own rank's microbatches; call "
+                f"SameBits and {type(layer).__name__} keeps statistics of its own rank's microbatches; call "
                 "eval() on it, use another norm, or leave SameBits out"
             )
         # A dropout whose mask follows from the sample alone would be the same on any rank.
-        if isinstance(each, DROPOUTS) and each.p > 0:
+        if isinstance(layer, DROPOUTS) and layer.p > 0:
             raise PlanError(
-                f"SameBits and {type(each).__name__}(p={each.p:g}) draws its mask by rank, not by sample; set p "
+                f"SameBits and {type(layer).__name__}(p={layer.p:g}) draws its mask by rank, not by sample; set p "
                 "to 0, call eval() on it, or leave SameBits out"
             )
 
@@ -151,12 +151,12 @@ class SameBitsPlanner(MicrobatchPlanner):
         if user_plan is not None and cut != self._fill(prepared.plan.lengths):
             raise PlanError("SameBits and plan= is not the cut of these samples; leave plan= out")
         # The divisor is a sum over ranks too, and must not depend on its order.
-        weights = [{name: _rounded(each) for name, each in weights.items()} for weights in prepared.weights]
+        weights = [{name: _rounded(weight) for name, weight in weights.items()} for weights in prepared.weights]
         for before, after in zip(prepared.weights, weights, strict=True):
-            for name, each in before.items():
-                if abs(after[name] - each) > WEIGHT_TOLERANCE / 2 * each:
+            for name, weight in before.items():
+                if abs(after[name] - weight) > WEIGHT_TOLERANCE / 2 * weight:
                     raise PlanError(
-                        f"SameBits and a sample has the weight {each:.3g}, which no multiple of 2**-30 is near "
+                        f"SameBits and a sample has the weight {weight:.3g}, which no multiple of 2**-30 is near "
                         "enough; multiply the weights and totals of all samples, or leave SameBits out"
                     )
         sums = {name: sum(weight[name] for weight in weights) for name in prepared.weight_sums}
@@ -175,16 +175,18 @@ class SameBitsPlanner(MicrobatchPlanner):
         if wrapper.ranks.is_alone:
             return
         limits = (self.micro_batch_size, self.max_microbatch_tokens)
-        mine = [tuple(plan.lengths_of(rows)) for rows in plan.microbatches]
+        local_microbatches = [tuple(plan.lengths_of(rows)) for rows in plan.microbatches]
         # Lengths tell the microbatches apart; samples of equal length are interchangeable for the cut.
-        told: list[tuple[object, list[tuple[int, ...]]]] = wrapper.ranks.exchange_objects((limits, mine))
+        reports: list[tuple[object, list[tuple[int, ...]]]] = wrapper.ranks.exchange_objects(
+            (limits, local_microbatches)
+        )
         # The order of ranks and microbatches is free, so both sides are sorted.
-        found = sorted(each for _, theirs in told for each in theirs)
-        lengths = sorted(length for each in found for length in each)
-        whole = [tuple(lengths[item] for item in group) for group in self._fill(lengths)]
-        if found != sorted(whole) or any(theirs != limits for theirs, _ in told):
+        microbatches = sorted(microbatch for _, rank_microbatches in reports for microbatch in rank_microbatches)
+        lengths = sorted(length for microbatch in microbatches for length in microbatch)
+        expected = [tuple(lengths[item] for item in group) for group in self._fill(lengths)]
+        if microbatches != sorted(expected) or any(rank_limits != limits for rank_limits, _ in reports):
             raise PlanError(
-                f"SameBits and the ranks hold {len(found)} microbatches that are not the {len(whole)} of the "
+                f"SameBits and the ranks hold {len(microbatches)} microbatches that are not the {len(expected)} of the "
                 "whole update; deal samples with UpdateSampler(same_bits=True), the accumulator's limit and the "
                 "lengths that it measures"
             )
@@ -222,11 +224,12 @@ class SameBitsUpdate(OpenUpdate):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the totals and weights of all ranks, exactly. Collective; the message has a fixed size."""
         # A rank without a term sends zeros, so that all messages have one shape.
-        mine = torch.zeros(MAX_TERMS, 2, len(GRIDS), dtype=self._dtype, device=self._device)
+        local_parts = torch.zeros(MAX_TERMS, 2, len(GRIDS), dtype=self._dtype, device=self._device)
         for index, name in enumerate(names):
             if name in self._parts:
-                mine[index] = self._parts[name]
-        parts = self._ranks.gather_on_device(mine.flatten()).sum(0).view_as(mine)  # exact, whatever the order
+                local_parts[index] = self._parts[name]
+        # This sum is exact, whatever the order.
+        parts = self._ranks.gather_on_device(local_parts.flatten()).sum(0).view_as(local_parts)
         totals, weights = parts[: len(names)].sum(-1).unbind(1)
         return totals, weights
 

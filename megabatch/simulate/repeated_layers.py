@@ -222,17 +222,17 @@ def _block_before_grown(shorter: Sequence[Step], longer: Sequence[Step], i: int,
     return best
 
 
-def _are_same(one: Step, other: Step) -> bool:
-    return _kind(one) == _kind(other)
+def _are_same(first: Step, second: Step) -> bool:
+    return _kind(first) == _kind(second)
 
 
 def _agreeing_but_grown(shorter: Sequence[Step], longer: Sequence[Step], i: int, j: int) -> int:
     """Return how many steps agree from there on, if all bytes that grow grow alike."""
     grown: dict[int, int] = {}
-    for number, (one, other) in enumerate(zip(shorter[i : i + WINDOW], longer[j : j + WINDOW], strict=False)):
-        is_same = one.num_bytes == other.num_bytes
-        has_grown_alike = is_same or grown.setdefault(one.num_bytes, other.num_bytes) == other.num_bytes
-        if not has_grown_alike or not _are_alike([one], [other]):
+    for number, (first, second) in enumerate(zip(shorter[i : i + WINDOW], longer[j : j + WINDOW], strict=False)):
+        is_same = first.num_bytes == second.num_bytes
+        has_grown_alike = is_same or grown.setdefault(first.num_bytes, second.num_bytes) == second.num_bytes
+        if not has_grown_alike or not _are_alike([first], [second]):
             return number
     return min(WINDOW, len(shorter) - i, len(longer) - j)
 

@@ -68,7 +68,7 @@ def check_tied(model: nn.Module) -> None:
     config = getattr(inner, "config", None)
     text = getattr(config, "get_text_config", None)
     configs = [config, text() if callable(text) else None]
-    if not any(getattr(each, "tie_word_embeddings", False) is True for each in configs):
+    if not any(getattr(candidate, "tie_word_embeddings", False) is True for candidate in configs):
         return
     try:
         ends = inner.get_input_embeddings(), inner.get_output_embeddings()
@@ -76,7 +76,7 @@ def check_tied(model: nn.Module) -> None:
         return
     first, last = (getattr(end, "weight", None) for end in ends)
     are_two = first is not last and first is not None and last is not None
-    if are_two and any(is_dtensor(each) and each.requires_grad for each in (first, last)):
+    if are_two and any(is_dtensor(weight) and weight.requires_grad for weight in (first, last)):
         raise PlanError(
             "the config says tie_word_embeddings, but sharding has made two parameters of the input and the output "
             "embeddings, each with a part of the gradient; set config.tie_word_embeddings = False before the model is "

@@ -81,13 +81,14 @@ class OrderedWrapper(Wrapper):
         Without it, ranks wait for each other in different collectives until the backend gives up.
         """
         if self.collective_order.is_compared:
-            seen = [int(row[0]) for row in self.ranks.exchange_numbers([self.index << 32 | number])]
-            if len(set(seen)) > 1:
+            numbers = [int(row[0]) for row in self.ranks.exchange_numbers([self.index << 32 | number])]
+            if len(set(numbers)) > 1:
                 self.collective_order.is_compared = False
-                one, other = seen[0], next(each for each in seen if each != seen[0])
+                first = numbers[0]
+                second = next(candidate for candidate in numbers if candidate != first)
                 raise PlanError(
-                    f"ranks call other submodules in one microbatch: some {self.describe_collective(one)}, others "
-                    f"{self.describe_collective(other)}, and {self.kind_name} would wait forever; call every wrapped "
+                    f"ranks call other submodules in one microbatch: some {self.describe_collective(first)}, others "
+                    f"{self.describe_collective(second)}, and {self.kind_name} would wait forever; call every wrapped "
                     "submodule on all ranks, with zeros where a rank has nothing for it, or shard the root alone"
                 )
         if number != END:
@@ -95,5 +96,5 @@ class OrderedWrapper(Wrapper):
 
     def describe_collective(self, number: int) -> str:
         """Return the words for a number that `meet` was given on any rank."""
-        what = "reduce gradients" if number % 2 else "gather parameters"
-        return "end it" if number < 0 else what
+        collective = "reduce gradients" if number % 2 else "gather parameters"
+        return "end it" if number < 0 else collective

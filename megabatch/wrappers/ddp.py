@@ -130,7 +130,10 @@ class DDPWrapper(Wrapper):
         """
         self._is_settled = True
         sparse = _sparse_parameters(self.ddp)
-        zeros = ((each, zeros_of(each, int(each in sparse), each.dtype)) for each in reversed(self.parameters))
+        zeros = (
+            (parameter, zeros_of(parameter, int(parameter in sparse), parameter.dtype))
+            for parameter in reversed(self.parameters)
+        )
         settle_buckets(self.ddp, zeros)
         for parameter in self.parameters:
             parameter.grad = None
@@ -214,9 +217,9 @@ def noting_launches(ddps: Sequence[DistributedDataParallel], note: Callable[[int
     Torch pairs the collectives of a process group by their order alone. Where ranks call models in another order,
     DDP adds the gradient of one to that of another. A model with a process group of its own is not noted.
     """
-    groups = [cast(dist.ProcessGroup, each.process_group) for each in ddps]
+    groups = [cast(dist.ProcessGroup, ddp.process_group) for ddp in ddps]
     with contextlib.ExitStack() as stack:
-        for group in {each for each in groups if groups.count(each) > 1}:
+        for group in {shared_group for shared_group in groups if groups.count(shared_group) > 1}:
             numbered = {index: ddp for index, ddp in enumerate(ddps) if groups[index] is group}
             stack.enter_context(_noting_group(group, numbered, note))
         yield
@@ -286,8 +289,9 @@ def _check_comm_hooks(ddp: DistributedDataParallel) -> None:
                 f"DDP has the communication hook {name!r}, which is not known to average over its ranks; leave it out, "
                 f"or register {' or '.join(AVERAGING_HOOKS)} of {HOME_OF_HOOKS}"
             )
-        own = cast(dist.ProcessGroup, ddp.process_group)
-        if set(dist.get_process_group_ranks(state)) != set(dist.get_process_group_ranks(own)):  # None is the world
+        reduction_group = cast(dist.ProcessGroup, ddp.process_group)
+        # A state of None is the world.
+        if set(dist.get_process_group_ranks(state)) != set(dist.get_process_group_ranks(reduction_group)):
             raise PlanError(
                 f"DDP has the communication hook {name!r}, which reduces over other ranks than DDP does; register it "
                 "with ddp.process_group as its state"

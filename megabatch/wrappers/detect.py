@@ -57,15 +57,15 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
     if isinstance(model, SelfWrapped):
         return model.make_wrapper(mesh, wrap_stages)
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, list | tuple) else []
-    if not models or not all(isinstance(cast(object, each), nn.Module) for each in models):
+    if not models or not all(isinstance(cast(object, item), nn.Module) for item in models):
         raise PlanError(f"model is a {type(model).__name__}; expected a torch.nn.Module, or a list of them")
-    for each in models:
-        refuse_torchscript(each)
-    trained = [each for each in models if trainable(each)]  # a frozen reward or reference model needs no wrapper
+    for module in models:
+        refuse_torchscript(module)
+    trained = [module for module in models if trainable(module)]  # a frozen reward or reference model needs no wrapper
     if not trained:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
-    wrappers = [wrapper_of_one(each, mesh) for each in trained]
-    frozen = [each for each in models if not trainable(each)]
+    wrappers = [wrapper_of_one(module, mesh) for module in trained]
+    frozen = [module for module in models if not trainable(module)]
     if len(models) == 1:
         return wrappers[0]
     from megabatch.wrappers.multi_model import MultiModelWrapper
@@ -96,8 +96,8 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
         from megabatch.wrappers import fsdp2  # as well
 
         groups = fsdp2.reducing_groups(model, modules)
-        own = fsdp2.param_groups(modules)[0].mesh_info.mesh
-        return fsdp2.FSDP2Wrapper(model, modules, _ranks(groups, mesh, _root(own)))
+        wrapper_mesh = fsdp2.param_groups(modules)[0].mesh_info.mesh
+        return fsdp2.FSDP2Wrapper(model, modules, _ranks(groups, mesh, _root(wrapper_mesh)))
     refuse_unknown(wrapper)
     check_dtensors(wrapper)
     ranks = _plain_ranks(wrapper, mesh)
@@ -147,12 +147,12 @@ def _root(mesh: DeviceMesh) -> DeviceMesh | None:
     return root if set(root.mesh_dim_names or (None,)) <= set(AXES) else None
 
 
-def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, own: DeviceMesh | None) -> DataRanks:
+def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, wrapper_mesh: DeviceMesh | None) -> DataRanks:
     """Return the ranks of a wrapper that reduces over ``groups``, which must match the axes of the mesh."""
     # Without known axis names, the ranks that the wrapper reduces over are all data ranks.
-    if mesh is None and (own is None or not _is_within(groups, own)):
+    if mesh is None and (wrapper_mesh is None or not _is_within(groups, wrapper_mesh)):
         return DataRanks(groups)
-    mesh = mesh or own
+    mesh = mesh or wrapper_mesh
     assert mesh is not None  # one of the two is there
     ranks = DataRanks.of_mesh(mesh)
     if not _agrees(groups, mesh):

@@ -48,15 +48,15 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             sharded.setdefault(_shard_groups(gradient), []).append(_local(gradient).detach())
-    device, bits = parameters[0].device, sum(each.numel() for each in parameters).bit_length()
+    device, bits = parameters[0].device, sum(parameter.numel() for parameter in parameters).bit_length()
     num_cached = PIECE if device.type == "cpu" else PIECE << 8
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for groups, gradients in sharded.items():
-        found = [each.abs().max().double() for each in gradients if each.numel()]
-        most = torch.stack([torch.zeros_like(largest), *found]).max()
+        maxima = [gradient.abs().max().double() for gradient in gradients if gradient.numel()]
+        local_largest = torch.stack([torch.zeros_like(largest), *maxima]).max()
         for group in groups:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        largest = torch.maximum(largest, most)
+            dist.all_reduce(local_largest, op=dist.ReduceOp.MAX, group=group)
+        largest = torch.maximum(largest, local_largest)
     largest = largest.clamp(min=LEAST)
     power = largest / torch.frexp(largest).mantissa  # the power of two above the largest; exact
     # Adding and subtracting 1.5 * 2**n rounds to the last bit of 2**n, in any order of the sum.
@@ -65,16 +65,16 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
         shifts.append(shifts[-1] * 2.0 ** (bits - 53))
     total = torch.zeros(len(shifts), dtype=torch.float64, device=device)
     for groups, gradients in sharded.items():
-        mine = torch.zeros_like(total)
-        for piece in (piece for each in gradients for piece in each.flatten().split(num_cached)):
-            rest = piece.double().square()
+        local_sums = torch.zeros_like(total)
+        for piece in (piece for gradient in gradients for piece in gradient.flatten().split(num_cached)):
+            remainder = piece.double().square()
             for level, shift in enumerate(shifts):
-                part = (rest + shift).sub_(shift)
-                mine[level] += part.sum()
-                rest -= part
+                part = (remainder + shift).sub_(shift)
+                local_sums[level] += part.sum()
+                remainder -= part
         for group in groups:
-            dist.all_reduce(mine, group=group)
-        total += mine
+            dist.all_reduce(local_sums, group=group)
+        total += local_sums
     return total.sum().sqrt()
 
 

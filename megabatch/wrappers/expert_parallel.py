@@ -93,8 +93,8 @@ class ExpertParallelWrapper(OrderedWrapper):
     def describe_collective(self, number: int) -> str:
         if number < 0:
             return super().describe_collective(number)
-        what = "return gradients" if number % 2 else "exchange tokens"
-        return f"{what} of {list(self._layers)[(number & 0xFFFFFFFF) // 2]!r}"
+        collective = "return gradients" if number % 2 else "exchange tokens"
+        return f"{collective} of {list(self._layers)[(number & 0xFFFFFFFF) // 2]!r}"
 
     def finish_update(self) -> None:
         """Sum the gradients of experts over their copies, and all others over all data ranks."""
@@ -102,12 +102,12 @@ class ExpertParallelWrapper(OrderedWrapper):
         with torch.no_grad():
             agree_on_layouts(self.parameters, self.ranks, self._wide)
             with_gradient = [parameter for parameter in self.parameters if parameter.grad is not None]
-            experts = [local(_gradient(each)) for each in with_gradient if is_expert(each)]
-            others = [_gradient(each) for each in with_gradient if not is_expert(each)]
+            experts = [local(_gradient(parameter)) for parameter in with_gradient if is_expert(parameter)]
+            dense = [_gradient(parameter) for parameter in with_gradient if not is_expert(parameter)]
             for group in self._replica_groups:
                 sum_over_ranks(experts, group)
             for group in self.ranks.groups:
-                sum_over_ranks(others, group)
+                sum_over_ranks(dense, group)
 
     def discard(self) -> None:
         self.collective_order.reset()
@@ -125,12 +125,12 @@ class ExpertParallelWrapper(OrderedWrapper):
 
     def _check_replicas(self, expert_rank: int) -> None:
         """Compare the weights of experts between the ranks that hold the same ones."""
-        experts = {name: each for name, each in self._model.named_parameters() if is_expert(each)}
+        experts = {name: parameter for name, parameter in self._model.named_parameters() if is_expert(parameter)}
         sums = [int(checksum(local(expert.detach()))) % 2**48 for expert in experts.values()]
         rows = [row[1:] for row in self.ranks.exchange_numbers([expert_rank, *sums]) if row[0] == expert_rank]
         same = all(row == rows[0] for row in rows)
         if not all(is_same for (is_same,) in self.ranks.exchange_numbers([same])):
-            names = [name for name, *seen in zip(experts, *rows, strict=True) if len(set(seen)) > 1]
+            names = [name for name, *checksums in zip(experts, *rows, strict=True) if len(set(checksums)) > 1]
             raise PlanError(
                 f"parameter {names[0] if names else next(iter(experts))!r} has other weights on ranks that hold the "
                 "same experts; seed all ranks alike before the model is made, or load one checkpoint on all"
@@ -165,7 +165,7 @@ class SummedOutputs(TorchDispatchMode):
         super().__init__()
         self._layers = modules_with_experts(model)
         experts = filter(is_expert, model.parameters())
-        self._groups = [dist.get_process_group_ranks(each.device_mesh.get_group(EXPERT_AXIS)) for each in experts]
+        self._groups = [dist.get_process_group_ranks(expert.device_mesh.get_group(EXPERT_AXIS)) for expert in experts]
         self._widths: set[int] = set()  # of tensors that were summed
         self._is_first = not has_compiled(model)  # a compiler leaves a forward alone in which a mode is open
 
@@ -179,7 +179,7 @@ class SummedOutputs(TorchDispatchMode):
         widths: dict[int, str] = {}
 
         def note_width(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
-            tensors = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.ndim > 1]
+            tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim > 1]
             widths.update((tensor.shape[-1], name) for tensor in tensors)
 
         hooks = [layer.register_forward_hook(partial(note_width, name)) for name, layer in self._layers.items()]
@@ -201,7 +201,7 @@ class SummedOutputs(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # the operations inside of it come here
         if func.namespace in ("c10d", "_c10d_functional") and "allreduce" in func.__name__.replace("_", ""):
-            tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, Tensor) and each.ndim > 1]
+            tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.ndim > 1]
             if dist.get_process_group_ranks(_group_among(args)) in self._groups:
                 self._widths.update(tensor.shape[-1] for tensor in tensors)
         return func(*args, **(kwargs or {}))
@@ -262,16 +262,16 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _plain_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh of all data ranks, with the axis ``ep``."""
-    own = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
-    other = next((each for each in own if each != own[0] or each.mesh_dim_names != (EXPERT_AXIS,)), None)
-    if other is not None:
+    meshes = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
+    stray = next((layout for layout in meshes if layout != meshes[0] or layout.mesh_dim_names != (EXPERT_AXIS,)), None)
+    if stray is not None:
         raise PlanError(
-            f"a parameter is a DTensor over the mesh axes {other.mesh_dim_names} that no wrapper manages; make experts "
+            f"a parameter is a DTensor over the mesh axes {stray.mesh_dim_names} that no wrapper manages; make experts "
             "DTensors over one mesh of the axis 'ep', and shard over data axes with fully_shard"
         )
-    mesh = root_mesh(own[0]) if mesh is None else mesh
+    mesh = root_mesh(meshes[0]) if mesh is None else mesh
     _refuse_axes(mesh, [axis for axis in mesh.mesh_dim_names or (None,) if axis not in SAMPLE_AXES])
-    if EXPERT_AXIS not in (mesh.mesh_dim_names or ()) or mesh[EXPERT_AXIS] != own[0]:
+    if EXPERT_AXIS not in (mesh.mesh_dim_names or ()) or mesh[EXPERT_AXIS] != meshes[0]:
         raise PlanError("the mesh has other ranks along 'ep' than the experts of the model; give both the same mesh")
     if mesh.size() < dist.get_world_size():
         raise PlanError(
@@ -302,15 +302,15 @@ def _sharded_ranks(model: nn.Module, modules: list[FSDPModule], mesh: DeviceMesh
                 f"expert {name!r} is on {parameter.device_mesh.size()} ranks with its copies, and FSDP2 reduces other "
                 f"parameters over {len(everyone)}; shard experts over the data ranks that are left beside 'ep'"
             )
-    managed = {id(each.sharded_param) for group in dense for each in group.fsdp_params}
+    managed = {id(parameter.sharded_param) for group in dense for parameter in group.fsdp_params}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_expert(parameter) and id(parameter) not in managed:
             raise PlanError(
                 f"parameter {name!r} is no expert and is sharded together with experts, over the ranks that hold the "
                 "same ones; call fully_shard on the experts alone first"
             )
-    for each in filter(None, (root_mesh(info.mesh), mesh)):
-        _refuse_axes(each, [axis for axis in each.mesh_dim_names or () if axis in SHARING_AXES])
+    for axes_mesh in filter(None, (root_mesh(info.mesh), mesh)):
+        _refuse_axes(axes_mesh, [axis for axis in axes_mesh.mesh_dim_names or () if axis in SHARING_AXES])
     if mesh is not None and set(mesh.mesh.flatten().tolist()) != everyone:
         raise PlanError(
             f"the mesh has {mesh.size()} data ranks but FSDP2 reduces over {len(everyone)}, or over others; give "

@@ -109,12 +109,12 @@ class FSDP1Wrapper(OrderedWrapper):
             drop_flat_gradient(state)
 
     def _check_precision(self) -> None:
-        own = {parameter.dtype for parameter in self.parameters}
+        parameter_dtypes = {parameter.dtype for parameter in self.parameters}
         for state in self._states:
             dtypes = state.mixed_precision.param_dtype, state.mixed_precision.reduce_dtype
-            refuse_float16(("a dtype of FSDP1's MixedPrecision", each) for each in dtypes)
+            refuse_float16(("a dtype of FSDP1's MixedPrecision", dtype) for dtype in dtypes)
             used = state.mixed_precision.reduce_dtype or state.mixed_precision.param_dtype
-            if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in own):
+            if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in parameter_dtypes):
                 raise PlanError(
                     f"FSDP1 would accumulate and reduce gradients in {used}, coarser than the parameters; leave "
                     "MixedPrecision out, or shard with fully_shard and MixedPrecisionPolicy(reduce_dtype=torch.float32)"
@@ -130,9 +130,9 @@ def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[di
     ):
         raise PlanError("FSDP1 shards parts of the model over different ranks or in different ways; use one for all")
     # FSDP1 replaces parameters by flat ones; what it ignores stays as it was.
-    managed = {id(each) for state in states for each in flat_parameters(state)}
-    for name, each in model.named_parameters():
-        if each.requires_grad and id(each) not in managed:
+    managed = {id(parameter) for state in states for parameter in flat_parameters(state)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in managed:
             raise PlanError(
                 f"parameter {name.replace('_fsdp_wrapped_module.', '')!r} is ignored by FSDP1, which would leave its "
                 "gradient unreduced; freeze it, or take it out of ignored_modules"

@@ -90,7 +90,7 @@ class FSDP2Wrapper(OrderedWrapper):
 
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:
-        return [*self.parameters, *(each for group in self._groups for each in unsharded_parameters(group))]
+        return [*self.parameters, *(parameter for group in self._groups for parameter in unsharded_parameters(group))]
 
     @property
     def is_microbatch_local(self) -> bool:
@@ -216,7 +216,7 @@ def managed_groups(model: nn.Module, modules: list[FSDPModule]) -> list[Any]:
     """Return FSDP2's groups of parameters. Raises `PlanError` for a trained parameter in none of them."""
     groups = param_groups(modules)
     adopt_parameters(groups)
-    managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
+    managed = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in managed:
             raise PlanError(
@@ -250,12 +250,12 @@ def groups_of_info(info: Any) -> list[dist.ProcessGroup]:
 
 def check_precision(modules: Sequence[Any], trainable: list[nn.Parameter]) -> None:
     """Refuse where FSDP2 would accumulate gradients in a coarser dtype than the parameters'."""
-    own = {parameter.dtype for parameter in trainable}
+    parameter_dtypes = {parameter.dtype for parameter in trainable}
     for module in modules:
         policy = fsdp_policy(module)
         refuse_float16((f"FSDP2's {name}", getattr(policy, name)) for name in ("param_dtype", "reduce_dtype"))
         used = policy.reduce_dtype or policy.param_dtype
-        if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in own):
+        if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in parameter_dtypes):
             raise PlanError(
                 f"FSDP2 would accumulate and reduce gradients in {used}, coarser than the parameters; "
                 "give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
@@ -270,8 +270,10 @@ def check_wide(modules: Sequence[Any], wide: Gradients, trainable: list[nn.Param
 
 def check_reduction(wide: Gradients, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]) -> None:
     """Refuse a wrapper that reduces in a coarser dtype than ``wide``. None in ``dtypes`` is the parameter's own."""
-    own = [parameter.dtype for parameter in parameters]
-    for used in {each or mine for each in dtypes for mine in own} if wide.widens else ():
+    parameter_dtypes = [parameter.dtype for parameter in parameters]
+    for used in (
+        {dtype or parameter_dtype for dtype in dtypes for parameter_dtype in parameter_dtypes} if wide.widens else ()
+    ):
         if torch.finfo(used).eps > torch.finfo(wide.dtype or used).eps:
             raise PlanError(
                 f"accumulate_dtype is {wide.dtype} but FSDP2 reduces gradients in {used}; "

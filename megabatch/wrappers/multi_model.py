@@ -24,22 +24,22 @@ class MultiModelWrapper(OrderedWrapper):
             raise PlanError("two of the models share a parameter, which would be reduced twice; give each to one model")
         # One loss has one factor and one norm, so all models must be reduced alike.
         first = wrappers[0]
-        if any(_kind(each) != _kind(first) for each in wrappers):
-            kinds = ", ".join(each.kind_name for each in wrappers)
+        if any(_kind(wrapper) != _kind(first) for wrapper in wrappers):
+            kinds = ", ".join(wrapper.kind_name for wrapper in wrappers)
             raise PlanError(
                 f"the models are wrapped in ways that do not go together ({kinds}); wrap all alike, over the same ranks"
             )
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups
-        for each in wrappers:
-            each.ranks.position = self.ranks.position
+        for wrapper in wrappers:
+            wrapper.ranks.position = self.ranks.position
         self.wrappers, self._frozen = list(wrappers), frozen
-        self.replaces_gradients = any(each.replaces_gradients for each in wrappers)
-        self.writes_buffers = any(each.writes_buffers for each in wrappers)
-        self.forwards_meet = any(each.forwards_meet for each in wrappers)
+        self.replaces_gradients = any(wrapper.replaces_gradients for wrapper in wrappers)
+        self.writes_buffers = any(wrapper.writes_buffers for wrapper in wrappers)
+        self.forwards_meet = any(wrapper.forwards_meet for wrapper in wrappers)
         self.models = [*(model for wrapper in wrappers for model in wrapper.models), *frozen]
         # Their buckets are launched in the order of the backward over all models.
-        self._ddps = [each.ddp for each in wrappers if isinstance(each, DDPWrapper)]
+        self._ddps = [wrapper.ddp for wrapper in wrappers if isinstance(wrapper, DDPWrapper)]
         self.collective_order, self.index = CollectiveOrder(), 0
         # One hash, since the order between models matters too.
         for index, wrapper in enumerate(wrappers):

@@ -33,33 +33,33 @@ def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.
     settings: Facts = [("sync", repr(policy)), ("accumulate_dtype", str(accumulate_dtype)), ("planner", planner)]
     facts = settings + _structure(wrapper.models)
     weights = _checksums(wrapper.models)
-    seen = ranks.exchange_numbers([_digest(facts), _digest(weights)])
+    digests = ranks.exchange_numbers([_digest(facts), _digest(weights)])
     starts = range(0, ranks.num_all, ranks.num_weighing)  # the first row of each tp and pp coordinate
-    if all(seen[i] == seen[start] for start in starts for i in range(start, start + ranks.num_weighing)):
+    if all(digests[i] == digests[start] for start in starts for i in range(start, start + ranks.num_weighing)):
         return
-    told: list[tuple[int, Facts, Facts]] = ranks.exchange_objects((dist.get_rank(), facts, weights))
+    reports: list[tuple[int, Facts, Facts]] = ranks.exchange_objects((dist.get_rank(), facts, weights))
     for start in starts:
-        first, *others = told[start : start + ranks.num_weighing]
-        for other in others:
-            _compare(first, other)
+        first, *further_reports = reports[start : start + ranks.num_weighing]
+        for report in further_reports:
+            _compare(first, report)
 
 
-def _compare(one: tuple[int, Facts, Facts], other: tuple[int, Facts, Facts]) -> None:
+def _compare(first: tuple[int, Facts, Facts], second: tuple[int, Facts, Facts]) -> None:
     """Raise `PlanError` for the first fact in which two ranks differ."""
     missing = ("a further parameter", "missing")
-    for a, b in zip_longest(one[1], other[1], fillvalue=missing):
+    for a, b in zip_longest(first[1], second[1], fillvalue=missing):
         if a != b:
             raise PlanError(
-                f"ranks sum the gradients of different models or settings: {a[0]} is {a[1]} on rank {one[0]}, and "
-                f"{b[0]} is {b[1]} on rank {other[0]}; make the model, freeze it and choose sync, accumulate_dtype and "
-                "planner alike on all ranks"
+                f"ranks sum the gradients of different models or settings: {a[0]} is {a[1]} on rank {first[0]}, and "
+                f"{b[0]} is {b[1]} on rank {second[0]}; make the model, freeze it and choose sync, accumulate_dtype "
+                "and planner alike on all ranks"
             )
-    for a, b in zip(one[2], other[2], strict=True):  # of the same parameters
+    for a, b in zip(first[2], second[2], strict=True):  # of the same parameters
         if a != b:
             raise PlanError(
-                f"{a[0]} has other weights on rank {one[0]} than on rank {other[0]}, and no wrapper broadcasts them; "
-                "seed all ranks alike before the model is made, load one checkpoint on all, or wrap the model with "
-                "DistributedDataParallel"
+                f"{a[0]} has other weights on rank {first[0]} than on rank {second[0]}, and no wrapper broadcasts "
+                "them; seed all ranks alike before the model is made, load one checkpoint on all, or wrap the model "
+                "with DistributedDataParallel"
             )
 
 
@@ -79,20 +79,20 @@ def _shape(parameter: Tensor, model: nn.Module) -> str:
 
 def _checksums(models: Sequence[nn.Module]) -> Facts:
     """Compute a checksum of each parameter that every rank holds itself. Wait once for each device."""
-    whole = [model for model in models if not any(map(_is_wrapper, model.modules()))]
+    replicated = [model for model in models if not any(map(_is_wrapper, model.modules()))]
     sums: dict[str, Tensor] = {}
     with torch.no_grad():
-        for name, parameter, _ in _parameters(whole):
-            pieces = [checksum(each) for each in _local_tensors(parameter)]
+        for name, parameter, _ in _parameters(replicated):
+            pieces = [checksum(tensor) for tensor in _local_tensors(parameter)]
             if pieces:
                 sums[name] = torch.stack([piece.to(pieces[0].device) for piece in pieces]).sum()
         by_device: dict[torch.device, list[str]] = {}
-        for name, each in sums.items():
-            by_device.setdefault(each.device, []).append(name)
+        for name, tensor in sums.items():
+            by_device.setdefault(tensor.device, []).append(name)
         numbers = {
             name: number
             for names in by_device.values()
-            for name, number in zip(names, torch.stack([sums[each] for each in names]).tolist(), strict=True)
+            for name, number in zip(names, torch.stack([sums[key] for key in names]).tolist(), strict=True)
         }
     return [(name, str(numbers[name])) for name in sums]
 

@@ -26,7 +26,7 @@ def sum_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     begun: deque[tuple[list[Tensor], Tensor, dist.Work]] = deque()
     for bucket in _buckets(tensors):
         is_alone = len(bucket) == 1 and (bucket[0].layout != torch.strided or bucket[0].is_contiguous())
-        flat = bucket[0] if is_alone else torch.cat([each.reshape(-1) for each in bucket])
+        flat = bucket[0] if is_alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
         begun.append((bucket, flat, cast(dist.Work, dist.all_reduce(flat, group=group, async_op=True))))
         if len(begun) == BUCKETS_IN_FLIGHT:
             _end_sum(*begun.popleft())
@@ -38,7 +38,7 @@ def _end_sum(bucket: list[Tensor], flat: Tensor, work: dist.Work) -> None:
     work.wait()
     if flat is bucket[0]:
         return
-    parts = flat.split([each.numel() for each in bucket])
+    parts = flat.split([tensor.numel() for tensor in bucket])
     for tensor, part in zip(bucket, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
 
@@ -96,8 +96,8 @@ def agree_on_layouts(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide:
     if ranks.num_weighing == 1:
         return
     layouts = ranks.exchange_numbers([_layout(parameter.grad) for parameter in parameters])
-    for parameter, *seen in zip(parameters, *layouts, strict=True):
-        held_layouts = {int(layout) for layout in seen} - {NO_GRADIENT}
+    for parameter, *parameter_layouts in zip(parameters, *layouts, strict=True):
+        held_layouts = {int(layout) for layout in parameter_layouts} - {NO_GRADIENT}
         sparse_dims = max(held_layouts) - DENSE if len(held_layouts) == 1 else 0
         if held_layouts and parameter.grad is None:
             parameter.grad = zeros_of(parameter, sparse_dims, wide.dtype_of(parameter))

@@ -30,7 +30,7 @@ BUGS = (
         "gathered = ranks.gather_on_device(padded)",
         "gathered = torch.stack([padded] * len(sizes))",
     ),
-    Mutation("keep the order of the plan", "losses/coupled_loss.py", "in_order(own, places)", "own"),
+    Mutation("keep the order of the plan", "losses/coupled_loss.py", "in_order(local_rows, places)", "local_rows"),
     Mutation(
         "keep the order of the batch on the way back",
         "losses/coupled_loss.py",
