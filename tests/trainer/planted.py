@@ -146,12 +146,12 @@ EXTRA_BUGS = (
         {"            aside = move_aside(self._file)": "            aside = self._file"},
         unit("starting", "broken_metrics_keep_their_other_rows")),
     Bug("keep the first of several rows",
-        {'kept = [*{(row["step"], row.get("set")): row for row in kept}.values()]':
-             'kept = [*{(row["step"], row.get("set")): row for row in reversed(kept)}.values()][::-1]'},
+        {'resumed_rows = [*{(row["step"], row.get("set")): row for row in resumed_rows}.values()]':
+             'resumed_rows = [*{(row["step"], row.get("set")): row for row in reversed(resumed_rows)}.values()][::-1]'},
         unit("starting", "broken_metrics_keep_their_other_rows")),
     # Updates that are not finite
     Bug("leave buffers as a bad update left them",
-        {"        for each in self._kept:\n            each.put_back()\n": ""},
+        {"        for snapshot in self._kept:\n            snapshot.put_back()\n": ""},
         "elastic/test_nonfinite.py::test_buffers_have_seen_the_other_updates_only"),
 )  # fmt: skip
 

@@ -133,12 +133,12 @@ class Console:
             yield
 
     @contextmanager
-    def progress(self, what: str, total: int | None, unit: str) -> Generator[Callable[[int], None], None, None]:
+    def progress(self, title: str, total: int | None, unit: str) -> Generator[Callable[[int], None], None, None]:
         """Show how far the block is, once it has lasted two seconds. Yields a function that counts ``n`` more.
 
         A thread shows it: a block may take long without counting anything.
         """
-        task, ended = self._progress.add_task(what, total=total, words=unit, visible=False), threading.Event()
+        task, ended = self._progress.add_task(title, total=total, words=unit, visible=False), threading.Event()
         thread = threading.Thread(target=self._show, args=(task, unit, ended), daemon=True)
         if self._enabled:
             thread.start()
@@ -184,7 +184,7 @@ class Console:
         """In a thread: show a task in the display of a terminal, elsewhere as a line every few seconds."""
         if ended.wait(SECONDS_TO_SHOW):
             return
-        task = next(each for each in self._progress.tasks if each.id == task_id)
+        task = next(task for task in self._progress.tasks if task.id == task_id)
         with self._live(), suppress(OSError):  # nobody reads any more; the main thread's next line finds that out too
             self._progress.update(task_id, visible=True)
             has_ended = False

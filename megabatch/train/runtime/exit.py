@@ -120,9 +120,9 @@ def fail(rendezvous: Rendezvous, line: str, status: int) -> NoReturn:
         if store is not None:
             store.add(_failure_key(line), 1)
     if claim_failure(rendezvous):
-        who = f"rank {rendezvous.rank} of {rendezvous.size}"
-        if not line.startswith(f"megabatch: {who} ") and not _is_said_by_all(rendezvous, line):
-            line = line.replace("megabatch: ", f"megabatch: {who}: ", 1)
+        name = f"rank {rendezvous.rank} of {rendezvous.size}"
+        if not line.startswith(f"megabatch: {name} ") and not _is_said_by_all(rendezvous, line):
+            line = line.replace("megabatch: ", f"megabatch: {name}: ", 1)
         print_line(line, sys.stderr)
     raise FailedError(status) from None
 
@@ -160,13 +160,15 @@ def _failure_key(line: str) -> str:
 
 def _print_crash(rendezvous: Rendezvous, error: Exception | SystemExit) -> None:
     """Print an unforeseen error below the name of its rank, or that another rank was lost."""
-    who = f"megabatch: rank {rendezvous.rank} of {rendezvous.size}"
+    name = f"megabatch: rank {rendezvous.rank} of {rendezvous.size}"
     if rendezvous.size > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_GONE):
         reason = " ".join(str(error).split())[:200]
-        print(f"{who} lost another rank, which was killed or ran out of memory ({reason})", file=sys.stderr, flush=True)
+        print(
+            f"{name} lost another rank, which was killed or ran out of memory ({reason})", file=sys.stderr, flush=True
+        )
         return
     if rendezvous.size > 1:
-        print(f"{who} failed:", file=sys.stderr)
+        print(f"{name} failed:", file=sys.stderr)
     traceback.print_exception(error)
 
 
@@ -176,9 +178,10 @@ def _leave_with_others(store: Store, ended: threading.Event) -> None:
     It may wait in a rendezvous, or in a collective of NCCL, which a lost peer does not break.
     """
     with contextlib.suppress(RuntimeError):  # the store's process is gone
-        own = cast(Any, store).clone()  # a connection serves one call at a time, and the main thread's may take long
+        # A connection serves one call at a time, and the main thread's may take long.
+        connection = cast(Any, store).clone()
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
-            if own.add(FAILURE, 0) and not ended.wait(SECONDS_TO_NOTICE):
+            if connection.add(FAILURE, 0) and not ended.wait(SECONDS_TO_NOTICE):
                 leave_now(FAILED)
 
 
@@ -248,5 +251,5 @@ def _await_signal_of(process: int) -> None:
 def ignore_signals_in_worker() -> None:
     """Let a process that loads samples ignore signals: its parent gets them too and may still need samples."""
     signal.set_wakeup_fd(-1)
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

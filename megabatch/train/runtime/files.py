@@ -163,8 +163,8 @@ def sealed_text(table: dict[str, Any]) -> str:
 
 def digest_of(table: dict[str, Any]) -> str:
     """Return the SHA-256 of a table without its own digest."""
-    rest = {key: value for key, value in table.items() if key != DIGEST}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    fields = {key: value for key, value in table.items() if key != DIGEST}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -244,10 +244,10 @@ class RetryingAppender:
         if not self.pending or self.path is None:
             return
         descriptor = open_to_append(self.path)
-        size, left = os.fstat(descriptor).st_size, memoryview("".join(self.pending).encode())
+        size, pending_bytes = os.fstat(descriptor).st_size, memoryview("".join(self.pending).encode())
         try:
-            while left:
-                left = left[os.write(descriptor, left) :]
+            while pending_bytes:
+                pending_bytes = pending_bytes[os.write(descriptor, pending_bytes) :]
         except OSError:
             os.ftruncate(descriptor, size)
             raise
@@ -289,16 +289,16 @@ class JsonlFile(RetryingAppender):
         if not self.is_enabled or not (self.has_every_update or self._file.exists()):
             return []
         rows, problem = find_rows(self._file)
-        kept = [row for row in rows if self.is_kept(row, step)]
-        odd = irregular_steps([row["step"] for row in kept if not is_evaluation(row)], step)
+        resumed_rows = [row for row in rows if self.is_kept(row, step)]
+        odd = irregular_steps([row["step"] for row in resumed_rows if not is_evaluation(row)], step)
         warnings = [f"{self._file} {odd}"] if odd and self.has_every_update else []
         if warnings:  # the last of several rows stays
-            kept = [*{(row["step"], row.get("set")): row for row in kept}.values()]
+            resumed_rows = [*{(row["step"], row.get("set")): row for row in resumed_rows}.values()]
         if problem:
             aside = move_aside(self._file)
             warnings.append(f"{self._file} is damaged ({problem}); it is kept as {aside.name}, its other rows stay")
-        if self._file.exists() or kept:
-            replace_text(self._file, "".join(json.dumps(row) + "\n" for row in kept))
+        if self._file.exists() or resumed_rows:
+            replace_text(self._file, "".join(json.dumps(row) + "\n" for row in resumed_rows))
         return warnings
 
     def is_kept(self, row: Row, step: int) -> bool:
@@ -326,16 +326,16 @@ def read_rows(path: Path) -> list[Row]:
 def find_rows(path: Path) -> tuple[list[Row], str]:
     """Return the rows that can be read, without a last line that a kill has cut off, and what the first other is."""
     try:
-        *whole, cut_off = read_file(path).split(b"\n")
+        *lines, cut_off = read_file(path).split(b"\n")
     except NOT_THERE:
         return [], ""
     except NotAFileError as error:
         return [], str(error.strerror)
-    found = [row_of(line) for line in (*whole, cut_off)]
-    wrong = (number for number, line in enumerate(whole, start=1) if line.strip() and found[number - 1] is None)
+    parsed = [row_of(line) for line in (*lines, cut_off)]
+    wrong = (number for number, line in enumerate(lines, start=1) if line.strip() and parsed[number - 1] is None)
     first = next(wrong, None)
     problem = "" if first is None else f"line {first} is no row with a step"
-    return [row for row in found if row is not None], problem
+    return [row for row in parsed if row is not None], problem
 
 
 def rows_not_in(path: Path, lines: Sequence[str]) -> list[str]:
@@ -365,7 +365,7 @@ def irregular_steps(steps: Sequence[int], last: int | None = None) -> str:
     missing = [step for step in range(1, last + 1) if step not in counts]
     doubled = [step for step, number in counts.items() if number > 1]
     shown = {"lacks": missing, "has more than one row of": doubled}
-    parts = [f"{verb} {len(found)} updates, first {found[0]}" for verb, found in shown.items() if found]
+    parts = [f"{verb} {len(numbers)} updates, first {numbers[0]}" for verb, numbers in shown.items() if numbers]
     return " and ".join(parts)
 
 
@@ -399,12 +399,12 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     return UNKNOWN
 
 
-def differing_conditions(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing_conditions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return which of the `CONDITIONS` differ between two starts, in words; the number of devices does not matter."""
     shown = [
-        {key: sorted(value) if key == "devices" else value for key, value in each.items()} for each in (one, other)
+        {key: sorted(value) if key == "devices" else value for key, value in start.items()} for start in (before, after)
     ]
-    there, here = ({key: each[key] for key in CONDITIONS if key in each} for each in shown)
+    there, here = ({key: start[key] for key in CONDITIONS if key in start} for start in shown)
     return [f"{key} was {there[key]} and is {here[key]}" for key in there if key in here and there[key] != here[key]]
 
 

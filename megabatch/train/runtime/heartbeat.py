@@ -160,8 +160,8 @@ class Heartbeat:
                 self._leave(None, f"the store by which ranks have met, torchrun's or rank 0's, {self._silence()}")
             if samples.poll(doing if awaits else None) > self._within and awaits and doing not in warned:
                 warned.add(doing)
-                who = f"rank {self._rendezvous.rank} of {self._rendezvous.size}"
-                print_line(f"megabatch: {who} has been {doing} for {self._within:g} s", sys.stderr)
+                name = f"rank {self._rendezvous.rank} of {self._rendezvous.size}"
+                print_line(f"megabatch: {name} has been {doing} for {self._within:g} s", sys.stderr)
 
     def _watch_update(self) -> None:
         """Look if the update of this rank is overdue, and if it is this rank that holds up the others."""
@@ -192,10 +192,10 @@ class Heartbeat:
         with contextlib.suppress(*STORE_ERRORS):
             store = cast(Any, self._rendezvous.store).clone()
             doing = [self._read(store, rank).doing for rank in range(self._rendezvous.size)]
-            return any(each.startswith((AFTER, COMPILING, BEGINNING, ENDED)) for each in doing)
+            return any(state.startswith((AFTER, COMPILING, BEGINNING, ENDED)) for state in doing)
         return True
 
-    def _leave_stuck(self, what: str, seconds: float) -> NoReturn:
+    def _leave_stuck(self, verdict: str, seconds: float) -> NoReturn:
         """Write the stacks of this rank's threads, name it, and end this process."""
         file = self._folder / STUCK / f"rank-{self._rendezvous.rank}.txt"
         with contextlib.suppress(OSError, MegabatchError):
@@ -204,10 +204,10 @@ class Heartbeat:
             file.unlink(missing_ok=True)  # of an earlier start
             with file.open("x") as opened:
                 faulthandler.dump_traceback(opened, all_threads=True)
-        own = Beat(self._rendezvous.rank, 0, self._doing, socket.gethostname(), os.getpid())
+        beat = Beat(self._rendezvous.rank, 0, self._doing, socket.gethostname(), os.getpid())
         store = None if self._rendezvous.store is None else cast(Any, self._rendezvous.store).clone()
-        text = f"{own.doing} for {seconds:.0f} s, and the median update takes {median(self._seconds):.2g} s"
-        self._leave(store, f"{self._name(own)} {what}: {text}; {file} has the stacks of its threads")
+        text = f"{beat.doing} for {seconds:.0f} s, and the median update takes {median(self._seconds):.2g} s"
+        self._leave(store, f"{self._name(beat)} {verdict}: {text}; {file} has the stacks of its threads")
 
     def _is_expected(self, beat: Beat) -> bool:
         """Return True if the rank of this beat should beat again. All have begun once the first update is made."""

@@ -50,7 +50,8 @@ def report_split(run: RunConfig, plan: Plan, limit: MicrobatchLimit | None, rank
     num_split = sum(number for number, _ in reports)
     plural = "" if num_split == 1 else "es"
     text = f"{num_split} microbatch{plural} did not fit in memory and ran in parts, to the same gradient"
-    limits = [each for number, each in reports if number and each is not None]  # None: a dummy microbatch was split
+    # The limit of a rank that split a dummy microbatch is None.
+    limits = [bound for number, bound in reports if number and bound is not None]
     if not limits:
         return text
     samples, tokens = map(min, zip(*limits, strict=True))
@@ -64,9 +65,9 @@ def lowered_settings(update: UpdateConfig, limit: MicrobatchLimit | None) -> lis
     settings = {"micro_batch_size": (limit.samples, "sample"), "max_microbatch_tokens": (limit.tokens, "token")}
     return [
         f"update.{key} {stated:,} is lowered: since a microbatch did not fit in memory, one holds at most "
-        f"{most:,} {noun}{'' if most == 1 else 's'} ({OOM_LIMIT_FILE})"
-        for key, (most, noun) in settings.items()
-        if isinstance(stated := getattr(update, key), int) and most < stated
+        f"{largest:,} {noun}{'' if largest == 1 else 's'} ({OOM_LIMIT_FILE})"
+        for key, (largest, noun) in settings.items()
+        if isinstance(stated := getattr(update, key), int) and largest < stated
     ]
 
 
@@ -75,8 +76,8 @@ def _save(folder: Path, limit: MicrobatchLimit | None) -> None:
         return
     with contextlib.suppress(OSError):  # the error or the run matters more
         folder.mkdir(parents=True, exist_ok=True)  # memory may run out before the run's folder is made
-        least = MicrobatchLimit(*map(min, limit, _load(folder / OOM_LIMIT_FILE) or limit))
-        replace_text(folder / OOM_LIMIT_FILE, json.dumps(least._asdict()) + "\n")
+        lowest = MicrobatchLimit(*map(min, limit, _load(folder / OOM_LIMIT_FILE) or limit))
+        replace_text(folder / OOM_LIMIT_FILE, json.dumps(lowest._asdict()) + "\n")
 
 
 def _load(file: Path) -> MicrobatchLimit | None:

@@ -50,11 +50,11 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         raise MegabatchError(
             f"{key} is {name!r} and {place} cannot be imported ({in_one_line(error)}); {change}"
         ) from None
-    found: Any = getattr(module, attribute, None)
-    if not callable(found) and not isinstance(found, JointLoss):
-        kind = "has no such name" if found is None else f"has a {type(found).__name__} of that name"
+    value: Any = getattr(module, attribute, None)
+    if not callable(value) and not isinstance(value, JointLoss):
+        kind = "has no such name" if value is None else f"has a {type(value).__name__} of that name"
         raise MegabatchError(f"{key} is {name!r} and {place} {kind}; name a function in it")
-    return cast(Any, found)
+    return cast(Any, value)
 
 
 def load_module(name: str) -> ModuleType:
@@ -91,8 +91,8 @@ def blamed(title: str, change: str = "mend it") -> Generator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if not frame.filename.startswith((OURS, INSTALLED))]
-        place = (theirs or frames)[-1]
+        user_frames = [frame for frame in frames if not frame.filename.startswith((OURS, INSTALLED))]
+        place = (user_frames or frames)[-1]
         words = in_one_line(error)
         raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); {change}") from error
 

@@ -65,8 +65,8 @@ class Ranks:
 
         Ranks along tp share it: an activation that each of them has whole needs one dropout mask.
         """
-        own = self.layout.draws_as(self.rank)
-        return int(np.random.SeedSequence([*parts, own]).generate_state(1, np.uint64)[0])
+        drawing_rank = self.layout.draws_as(self.rank)
+        return int(np.random.SeedSequence([*parts, drawing_rank]).generate_state(1, np.uint64)[0])
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum each value over ranks, in float64."""
@@ -108,12 +108,12 @@ class Ranks:
 
     def first_problem(self, problem: str | None) -> str | None:
         """Return the problem of the lowest rank that has one."""
-        return next((each for each in self.gather(problem) if each), None)
+        return next((answer for answer in self.gather(problem) if answer), None)
 
     def agree(self, problem: str | None) -> None:
         """Raise the main rank's problem, if it has one, as a `MegabatchError` on every rank."""
-        if (found := self.broadcast(problem)) is not None:
-            raise MegabatchError(found)
+        if (answer := self.broadcast(problem)) is not None:
+            raise MegabatchError(answer)
 
     def on_main(self, write: Callable[[], Value], where: str, *, verb: str = "write") -> Value:
         """Call a function on the main rank and return its result on all; its errors are raised on all ranks.
@@ -159,11 +159,11 @@ def collective_timeout(run: RunConfig) -> timedelta:
     return TORCHS_TIMEOUT if run.answer_within_seconds is None else NO_TIMEOUT
 
 
-def choose_device(asked: str | None) -> torch.device:
+def choose_device(stated: str | None) -> torch.device:
     """Return this process's device: its own GPU if there are any."""
-    if asked == "cuda" and not torch.cuda.is_available():
+    if stated == "cuda" and not torch.cuda.is_available():
         raise MegabatchError('run.device is "cuda" and torch sees no GPU; set it to "cpu" or leave it out')
-    if asked == "cpu" or not torch.cuda.is_available():
+    if stated == "cpu" or not torch.cuda.is_available():
         return CPU
     index, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= num_gpus:

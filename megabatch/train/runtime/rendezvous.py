@@ -185,24 +185,24 @@ def join_attempt(store: Store, rank: int, size: int) -> tuple[Store, Job]:
     Raises `RuntimeError`, as torch's stores do, after half an hour.
     """
     wait = Wait(rank, size)
-    own, key = _admit_ranks(store, size, wait) if rank == 0 else _ask_admission(store, rank, wait)
+    attempt, key = _admit_ranks(store, size, wait) if rank == 0 else _ask_admission(store, rank, wait)
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name is None:
-        return own, NO_JOB
-    return own, Job(key, "" if name == UNNAMED else name, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        return attempt, NO_JOB
+    return attempt, Job(key, "" if name == UNNAMED else name, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def _admit_ranks(store: Store, size: int, wait: Wait) -> tuple[Store, str]:
     """Rank 0: number the attempt and tell every rank that asks, leftovers of earlier attempts included."""
     number, key = store.add(NUMBER, 1), store.compare_set(JOB, "", uuid4().hex).decode()
-    own, answered = PrefixStore(f"attempt {number}", store), dict.fromkeys(range(1, size), "")
-    while own.add(ARRIVED, 0) < size - 1:
+    attempt, answered = PrefixStore(f"attempt {number}", store), dict.fromkeys(range(1, size), "")
+    while attempt.add(ARRIVED, 0) < size - 1:
         for rank in answered:
             if store.check([_request(rank)]) and (name := store.get(_request(rank)).decode()) != answered[rank]:
                 store.set(_answer(name), json.dumps([number, key]))
                 answered[rank] = name
-        wait.sleep(lambda: [rank for rank in answered if not own.check([_arrival(rank)])])
-    return own, key
+        wait.sleep(lambda: [rank for rank in answered if not attempt.check([_arrival(rank)])])
+    return attempt, key
 
 
 def _ask_admission(store: Store, rank: int, wait: Wait) -> tuple[Store, str]:
@@ -212,10 +212,10 @@ def _ask_admission(store: Store, rank: int, wait: Wait) -> tuple[Store, str]:
     while not store.check([_answer(name)]):
         wait.sleep(lambda: [0])
     number, key = json.loads(store.get(_answer(name)))
-    own = PrefixStore(f"attempt {number}", store)
-    own.set(_arrival(rank), "")
-    own.add(ARRIVED, 1)
-    return own, key
+    attempt = PrefixStore(f"attempt {number}", store)
+    attempt.set(_arrival(rank), "")
+    attempt.add(ARRIVED, 1)
+    return attempt, key
 
 
 def _request(rank: int) -> str:

@@ -56,29 +56,31 @@ class StopSignal:
     def agree(self, ranks: Ranks) -> bool:
         """Return True if any rank has received a signal. Collective, between two updates."""
         is_due = self.save_at is not None and time.monotonic() >= self.save_at
-        *counts, num_due = ranks.sum([*(float(self._received == each) for each in SIGNALS), float(is_due)])
+        *counts, num_due = ranks.sum([*(float(self._received == number) for number in SIGNALS), float(is_due)])
         self.is_save_due = num_due > 0
-        self.agreed = next((each for each, count in zip(SIGNALS, counts, strict=True) if count), None)
+        self.agreed = next((number for number, count in zip(SIGNALS, counts, strict=True) if count), None)
         return self.agreed is not None
 
     @contextlib.contextmanager
     def handling(self) -> Generator[None, None, None]:
         """Handle signals while the block runs. Signals that were ignored, as in a shell's background, stay ignored."""
-        before = {each: signal.getsignal(each) for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
+        before = {
+            number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        }
         read, write = os.pipe()
         os.set_blocking(write, False)
         pipe_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         util.register_after_fork(self, StopSignal._after_fork)
         thread = threading.Thread(target=self._read_pipe, args=(read,), name="megabatch-signals", daemon=True)
         thread.start()
-        for each in before:
-            signal.signal(each, self._receive)
+        for number in before:
+            signal.signal(number, self._receive)
         try:
             yield
         finally:
             self._ended.set()
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             signal.set_wakeup_fd(pipe_before)
             os.write(write, END)  # closing does not end the thread while a forked worker has the pipe too
             thread.join()
