@@ -117,7 +117,7 @@ def parts_of(model: nn.Module, config: Config) -> list[StageLayers]:
         )
     parts = deal_layers(num_layers, num_stages)
     for stage, part in enumerate(parts):
-        if not any(each.requires_grad for module in held(model, part).values() for each in module.parameters()):
+        if not any(weight.requires_grad for module in held(model, part).values() for weight in module.parameters()):
             raise MegabatchError(
                 f"model.freeze leaves nothing to train in stage {stage} of {num_stages}, which has the layers "
                 f"{part.layers[0]} to {part.layers[-1]}; free a parameter there, or set parallel.pp lower"
@@ -177,14 +177,14 @@ def cut(
     number = per_rank(config.parallel)
     from megabatch.pipeline import SCHEDULES
 
-    own = [parts[index] for index in SCHEDULES[config.parallel.schedule].indices(rank, config.parallel.pp, number)]
-    shells = [model] if number == 1 else [shell() for _ in own]
-    holdings = [held(model, part) for part in own]
-    for module, part, holding in zip(shells, own, holdings, strict=True):
+    stages = [parts[index] for index in SCHEDULES[config.parallel.schedule].indices(rank, config.parallel.pp, number)]
+    shells = [model] if number == 1 else [shell() for _ in stages]
+    holdings = [held(model, part) for part in stages]
+    for module, part, holding in zip(shells, stages, holdings, strict=True):
         leave(module, holding)
         connect(module, part)
     leave(model, {name: module for holding in holdings for name, module in holding.items()})
-    return Stages(model, own, shells)
+    return Stages(model, stages, shells)
 
 
 def held(model: nn.Module, part: StageLayers) -> dict[str, nn.Module]:
@@ -193,12 +193,12 @@ def held(model: nn.Module, part: StageLayers) -> dict[str, nn.Module]:
     With tied embeddings the last stage also has the embedding, under whose name the shared matrix is made and saved.
     """
     anatomy, base = anatomy_of(model), cast(Any, model).base_model_prefix
-    own = [f"{base}.{anatomy.layers}.{index}" for index in part.layers]
-    own += [f"{base}.{name}" for name in anatomy.first if part.is_first]
-    own += [f"{base}.{anatomy.last}", "lm_head"] if part.is_last else []
-    own += [f"{base}.{anatomy.first[0]}"] if part.is_last and cast(Any, model).config.tie_word_embeddings else []
-    own += [f"{base}.{name}" for name, _ in model.get_submodule(base).named_children() if name == "rotary_emb"]
-    return {name: model.get_submodule(name) for name in own}
+    names = [f"{base}.{anatomy.layers}.{index}" for index in part.layers]
+    names += [f"{base}.{name}" for name in anatomy.first if part.is_first]
+    names += [f"{base}.{anatomy.last}", "lm_head"] if part.is_last else []
+    names += [f"{base}.{anatomy.first[0]}"] if part.is_last and cast(Any, model).config.tie_word_embeddings else []
+    names += [f"{base}.{name}" for name, _ in model.get_submodule(base).named_children() if name == "rotary_emb"]
+    return {name: model.get_submodule(name) for name in names}
 
 
 def leave(model: nn.Module, modules: dict[str, nn.Module]) -> None:
@@ -218,7 +218,7 @@ def connect(stage: nn.Module, part: StageLayers) -> None:
 
     def take(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         (hidden,) = inputs  # [B, T, E]
-        return (), {"inputs_embeds": hidden} | {name: each for name, each in named.items() if name != "input_ids"}
+        return (), {"inputs_embeds": hidden} | {name: value for name, value in named.items() if name != "input_ids"}
 
     def hand(_: nn.Module, inputs: object, output: Any) -> Tensor:
         hidden: Tensor = output.logits  # [B, T, E]: the head is empty
@@ -258,8 +258,8 @@ def pipeline(
 def stages_text(parallel: ParallelConfig) -> str:
     """Return the pipeline in words."""
     number = per_rank(parallel)
-    each = "one stage" if number == 1 else f"{number} stages"
-    return f"pipeline over {parallel.pp} ranks, {each} of the layers on each, in the order of {parallel.schedule}"
+    share = "one stage" if number == 1 else f"{number} stages"
+    return f"pipeline over {parallel.pp} ranks, {share} of the layers on each, in the order of {parallel.schedule}"
 
 
 def shape_of(width: int, dtype: torch.dtype) -> Callable[..., Tensor]:

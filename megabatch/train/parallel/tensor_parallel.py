@@ -60,7 +60,7 @@ class Style(ParallelStyle):
     """Placement of a module: its parameters, its input and its output."""
 
     parameters: Mapping[str, Placement] = field(default_factory=dict[str, Placement])  # any other is whole on each rank
-    given: Placement = WHOLE  # what an input is that comes as a plain tensor
+    entry: Placement = WHOLE  # what an input is that comes as a plain tensor
     taken: Placement = WHOLE  # what the module is to see of it
     handed: Placement | None = None  # what the next module gets; None: the output as it comes
     is_plain: bool = False  # whether it gets this rank's part as a plain tensor
@@ -90,7 +90,7 @@ class Style(ParallelStyle):
 
     def take(self, value: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return the input as the module is to see it."""
-        placed = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, [self.given], run_check=False)
+        placed = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, [self.entry], run_check=False)
         return placed.redistribute(placements=[self.taken])
 
     def hand(self, output: DTensor, mesh: DeviceMesh) -> Tensor:
@@ -108,8 +108,8 @@ class FusedHeads(Style):
 
     def hand(self, output: DTensor, mesh: DeviceMesh) -> Tensor:
         # Each rank has the gradient of its own heads and zeros elsewhere: parts of a sum.
-        whole = output.redistribute(placements=[WHOLE]).to_local(grad_placements=[Partial()])
-        heads = whole.unflatten(-1, (3, mesh.size(), -1))  # [B, T, 3, ranks, E / ranks]
+        gathered = output.redistribute(placements=[WHOLE]).to_local(grad_placements=[Partial()])
+        heads = gathered.unflatten(-1, (3, mesh.size(), -1))  # [B, T, 3, ranks, E / ranks]
         return heads[..., mesh.get_local_rank(), :].flatten(-2)  # [B, T, 3 E / ranks]
 
 
@@ -130,8 +130,8 @@ class Vocabulary(Style):
             if padding_idx is not None:  # which does not learn
                 rows = rows.where((tokens != padding_idx)[..., None], rows.detach())
             part = DTensor.from_local(rows.where(is_here, 0.0), mesh, [Partial()], run_check=False)
-            found = part.redistribute(placements=[WHOLE]).to_local()
-            return found if scale is None else found * scale.to(found.dtype)
+            embeddings = part.redistribute(placements=[WHOLE]).to_local()
+            return embeddings if scale is None else embeddings * scale.to(embeddings.dtype)
 
         cast(Any, embedding).forward = look_up
 
@@ -160,8 +160,8 @@ def spread(
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
         if isinstance(style, FusedHeads):  # its output is split by a length that is kept in the module around it
             cast(Any, model.get_submodule(parent_of(name))).split_size //= mesh.size()
-    for first, *others in ties:
-        for module, name in others:
+    for first, *copies in ties:
+        for module, name in copies:
             setattr(module, name, getattr(*first))
     stream = "a stretch of the sequence on each" if sequence_parallel else "whole on each"
     logits = "cut by the vocabulary" if loss_parallel else "whole"
@@ -210,15 +210,15 @@ def styles_of(
             is_head = module is model.get_output_embeddings()
             styles[name] = style_of(entry, module, stream, loss_parallel and is_head)
             if entry in WIDENING and not is_head:  # the module around them calls several with the same input
-                styles.setdefault(parent_of(name), Style(given=stream, taken=WHOLE))
+                styles.setdefault(parent_of(name), Style(entry=stream, taken=WHOLE))
         elif list(module.named_parameters(recurse=False)):
             styles[name] = unplanned_style(name, module, model, plan, stream)
     here = {name for name, module in model.named_modules() if not isinstance(module, nn.Identity)}
     starts = [name for start in STARTS if (name := f"{model.base_model_prefix}.{start}") in here]
     for name in [*starts[:1], *borders.starts]:
-        styles[name] = Style(given=WHOLE, taken=stream)
+        styles[name] = Style(entry=WHOLE, taken=stream)
     for name in borders.ends:
-        styles[name] = replace(styles.get(name, Style(given=stream, taken=stream)), handed=WHOLE, is_plain=True)
+        styles[name] = replace(styles.get(name, Style(entry=stream, taken=stream)), handed=WHOLE, is_plain=True)
     return styles
 
 
@@ -232,11 +232,11 @@ def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bo
         case "fused_heads":
             return FusedHeads(by_outputs, handed=BY_FEATURE)
         case "rowwise":
-            return Style({"weight": Shard(inputs)}, given=BY_FEATURE, taken=BY_FEATURE, handed=stream)
+            return Style({"weight": Shard(inputs)}, entry=BY_FEATURE, taken=BY_FEATURE, handed=stream)
         case "rowwise_split_input":
             return Style({"weight": Shard(inputs)}, taken=BY_FEATURE, handed=stream)
         case "replicated_with_grad_allreduce":  # a norm of each head
-            return Style(given=BY_HEAD, taken=BY_HEAD, handed=BY_HEAD, is_plain=True)
+            return Style(entry=BY_HEAD, taken=BY_HEAD, handed=BY_HEAD, is_plain=True)
         case "colwise_gather_output":
             return (
                 Head(by_outputs, handed=BY_FEATURE) if loss_parallel else Style(by_outputs, handed=WHOLE, is_plain=True)
@@ -261,7 +261,7 @@ def unplanned_style(
         return Style(handed=WHOLE, is_plain=True)
     block = next((block for block in blocks_of(model) if name.startswith(f"{block}.")), None)
     if block is None or parent_of(name) == block:  # a norm on the stream
-        return Style(given=stream, taken=stream, handed=WHOLE if block is None else None)
+        return Style(entry=stream, taken=stream, handed=WHOLE if block is None else None)
     siblings = [entry for pattern, entry in plan.items() if fnmatchcase(parent_of(name), parent_of(pattern))]
     if "colwise" in siblings or "fused_heads" in siblings or not siblings:
         raise MegabatchError(

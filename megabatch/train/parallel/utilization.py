@@ -91,15 +91,15 @@ def utilization_of(arithmetic: Arithmetic | str, device: Device | torch.device, 
     """
     if isinstance(device, torch.device):
         name = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        found = known_device(name)
+        known = known_device(name)
     else:
-        found, name = device, "a CPU" if device.is_cpu else device.name
-    if found is None or found.is_cpu or dtype not in found.flops:
+        known, name = device, "a CPU" if device.is_cpu else device.name
+    if known is None or known.is_cpu or dtype not in known.flops:
         return Utilization(None, None, f"no MFU: the peak of {name} is not known")
     if isinstance(arithmetic, str):
         return Utilization(None, None, f"no MFU: {arithmetic}")
-    peak, kind = found.flops[dtype], str(dtype).removeprefix("torch.")
-    return Utilization(arithmetic, peak, f"{found.name}'s {peak / TERA:,.0f} TFLOP/s in {kind}")
+    peak, kind = known.flops[dtype], str(dtype).removeprefix("torch.")
+    return Utilization(arithmetic, peak, f"{known.name}'s {peak / TERA:,.0f} TFLOP/s in {kind}")
 
 
 def known_device(name: str) -> Device | None:

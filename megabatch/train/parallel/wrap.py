@@ -65,9 +65,9 @@ class WrapperChoice:
         return "fsdp2" if self.is_of_fsdp else self.name
 
 
-def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module, layout: Layout = ALONE) -> WrapperChoice:
+def choose_wrapper(stated: str | None, num_ranks: int, model: nn.Module, layout: Layout = ALONE) -> WrapperChoice:
     """Return the stated wrapper, or the one that suits the degrees, the number of ranks and the parameters."""
-    wrapper = WrapperChoice(asked, "asked for") if asked is not None else suited(num_ranks, model, layout)
+    wrapper = WrapperChoice(stated, "asked for") if stated is not None else suited(num_ranks, model, layout)
     if wrapper.name != "plain":
         check_wrapper(wrapper.name, *layout.data_degrees(wrapper.name, num_ranks))
     return wrapper
@@ -265,8 +265,8 @@ def check_attention_is_causal(model: PreTrainedModel) -> None:
             f"context parallelism was asked for a model of type {config.model_type!r}, where it is not tested; "
             f"use one of {', '.join(CONTEXT_FAMILIES)}, or a mesh without cp"
         )
-    if seen := _other_attention(config):
-        raise PlanError(f"the model has {seen}; context parallelism needs full causal attention in every layer")
+    if attention := _other_attention(config):
+        raise PlanError(f"the model has {attention}; context parallelism needs full causal attention in every layer")
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type not in ROPE_TYPES:
             raise PlanError(
@@ -288,9 +288,9 @@ def _rope_types(parameters: Any) -> list[str]:
     """Return the type of rotary positions, or one per kind of layer."""
     if not isinstance(parameters, dict):
         return []
-    found = cast(dict[str, Any], parameters)
-    nested = [rope_type for value in found.values() for rope_type in _rope_types(value)]
-    return [str(found["rope_type"]), *nested] if "rope_type" in found else nested
+    options = cast(dict[str, Any], parameters)
+    nested = [rope_type for value in options.values() for rope_type in _rope_types(value)]
+    return [str(options["rope_type"]), *nested] if "rope_type" in options else nested
 
 
 def _implementation(attention: context_parallel.GatheredAttention) -> Any:
@@ -308,9 +308,9 @@ def _implementation(attention: context_parallel.GatheredAttention) -> Any:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         set_options = [name for name in NOT_KNOWN if options.get(name) is not None]
         if set_options or not causal:
-            seen = ", ".join(set_options) or "attention that is not causal"
+            unsupported = ", ".join(set_options) or "attention that is not causal"
             raise PlanError(
-                f"{type(module).__name__} asks for {seen}; context parallelism has full causal attention only"
+                f"{type(module).__name__} asks for {unsupported}; context parallelism has full causal attention only"
             )
         output = attention(query, key, value, attention_mask, scale=scaling, dropout=dropout)
         return output.transpose(1, 2).contiguous(), None  # [B, L, H, D]
