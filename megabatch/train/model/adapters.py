@@ -194,16 +194,16 @@ def give_types(layers: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Give adapters the dtype of their base, or float32 in place of bfloat16, which would round most steps away."""
     for layer in layers.values():
         weight = layer.get_base_layer().weight
-        own = weight.dtype if weight.is_floating_point() else dtype  # in four bits
+        base_dtype = weight.dtype if weight.is_floating_point() else dtype  # in four bits
         for name, parameter in layer.named_parameters():
             if "lora_" in name:
-                parameter.data = parameter.data.to(torch.float32 if own == torch.bfloat16 else own)
+                parameter.data = parameter.data.to(torch.float32 if base_dtype == torch.bfloat16 else base_dtype)
 
 
 def words_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> str:
     """Describe what is trained."""
     num_all, num_trained = num_parameters(model)
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     beside = sum(MARK not in name for name in trained)
     beside_text = f" and {beside} weights beside them" if beside else ""
     (dtype,) = {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
@@ -229,7 +229,9 @@ def begun(source: ModelSource, config: ModelConfig, seed: int) -> ModelSource:
             part.to_empty(device="cpu")
         with seeded(seed, f"{path}{MARK}"), torch.no_grad():
             layer.reset_lora_parameters(ADAPTER, lora.init_lora_weights)
-        first |= {f"{path}.{name}": each.detach().clone() for name, each in layer.named_parameters() if "lora_" in name}
+        first |= {
+            f"{path}.{name}": weight.detach().clone() for name, weight in layer.named_parameters() if "lora_" in name
+        }
         for part in parts:
             part.to(device)
     return source if source.units is None else replace(source, saved=WithFirst(first, source.saved))
@@ -243,9 +245,9 @@ class WithFirst:
     base: Saved | None  # None: fresh
 
     def read(self, names: list[str], rows: slice | None) -> Tensor | None:
-        found = next((self.first[name] for name in names if name in self.first), None)
-        if found is not None:
-            return found if rows is None else found[rows]
+        tensor = next((self.first[name] for name in names if name in self.first), None)
+        if tensor is not None:
+            return tensor if rows is None else tensor[rows]
         return None if self.base is None else self.base.read([name.replace(INSIDE, ".") for name in names], rows)
 
 

@@ -86,8 +86,8 @@ def new_architecture(config: ModelConfig) -> PreTrainedConfig:
 def _is_read(key: str, value: Any, default: PreTrainedConfig) -> bool:
     """Return True for a key that the family takes undeclared: an alias, an older name, or one that its layers read."""
     with contextlib.suppress(Exception):  # its validation raises types of its dependencies; the config is built again
-        given = AutoConfig.for_model(default.model_type, **{key: deepcopy(value)}).to_dict()
-        if {name: each for name, each in given.items() if name != key} != default.to_dict():
+        config = AutoConfig.for_model(default.model_type, **{key: deepcopy(value)}).to_dict()
+        if {name: setting for name, setting in config.items() if name != key} != default.to_dict():
             return True
     try:
         family = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(default)])
@@ -100,18 +100,18 @@ def saved_architecture(name: str) -> PreTrainedConfig:
     """Return the config of a folder or a hub id."""
     check_model_folder(name)
     try:
-        found = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # what is in config.json, or the way to the hub
         raise MegabatchError(
             f"cannot read the config of model.name = {name!r} ({in_one_line(error)}); "
             "name a folder that save_pretrained has written, or an id of the hub that can be reached from here"
         ) from None
-    if getattr(found, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None:
         raise MegabatchError(
             f"model.name is {name!r}, whose weights are saved quantized; name the model that they were made from, with "
             "model.lora and model.quantize for a base in four bits"
         )
-    return found
+    return config
 
 
 def check_sizes(architecture: PreTrainedConfig) -> None:
@@ -193,14 +193,14 @@ def check_attention(config: ModelConfig, device: torch.device) -> None:
 def backends(device: torch.device) -> list[str]:
     """Return the attention backends of transformers that run forward and backward here."""
     on_gpu = device.type == "cuda"
-    found = {
+    availability = {
         "sdpa": True,
         "eager": True,
         "flex_attention": on_gpu,  # on a CPU it has no backward
         "flash_attention_2": on_gpu and is_flash_attn_2_available(),
         "flash_attention_3": on_gpu and is_flash_attn_3_available(),
     }
-    return [name for name, available in found.items() if available]
+    return [name for name, available in availability.items() if available]
 
 
 def outline(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
@@ -227,10 +227,10 @@ def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrained
 def check_tied(model: Any) -> None:
     """Raise `MegabatchError` for weights that the config ties and the model has twice: they would be trained apart."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, other in getattr(model, "all_tied_weights_keys", {}).items():
-        if parameters.get(name) is not parameters.get(other):
+    for name, tied_name in getattr(model, "all_tied_weights_keys", {}).items():
+        if parameters.get(name) is not parameters.get(tied_name):
             raise MegabatchError(
-                f"{type(model).__name__} has {name} apart from {other}, which its config ties; upgrade "
+                f"{type(model).__name__} has {name} apart from {tied_name}, which its config ties; upgrade "
                 "transformers, or set model.config.tie_word_embeddings = false"
             )
 
@@ -293,9 +293,9 @@ def silence() -> Generator[None, None, None]:
     """Silence warnings and progress bars of transformers, bitsandbytes and DTensor, so that an error is one line."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     loud = [getLogger(name) for name in LOUD]
-    levels = [each.level for each in loud]
-    for each in loud:
-        each.setLevel(CRITICAL)
+    levels = [logger.level for logger in loud]
+    for logger in loud:
+        logger.setLevel(CRITICAL)
     logging.set_verbosity(CRITICAL)
     logging.disable_progress_bar()
     try:
@@ -303,7 +303,7 @@ def silence() -> Generator[None, None, None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
-        for each, level in zip(loud, levels, strict=True):
-            each.setLevel(level)
+        for logger, level in zip(loud, levels, strict=True):
+            logger.setLevel(level)
         if bars:
             logging.enable_progress_bar()

@@ -152,8 +152,8 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
                 (words if isolated else warnings).append(text)
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
         attention = context_parallel.GatheredAttention(mesh.get_group("cp"))
-        for each in [cast(PreTrainedModel, base)] if stages is None else stages.modules:
-            attend_over(each, attention)
+        for module in [cast(PreTrainedModel, base)] if stages is None else stages.modules:
+            attend_over(module, attention)
     container = None
     if wrapper.name == "ddp" and stages is None:
         unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
@@ -168,9 +168,9 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
 def replicated(several: nn.Module) -> nn.Module:
     """Return a container of the same kind with each model that is trained in DDP of its own. Collective."""
     wrapped = {
-        name: DistributedDataParallel(each, find_unused_parameters=True) if is_trained else each
-        for name, each in several.named_children()
-        for is_trained in [any(part.requires_grad for part in each.parameters())]
+        name: DistributedDataParallel(module, find_unused_parameters=True) if is_trained else module
+        for name, module in several.named_children()
+        for is_trained in [any(part.requires_grad for part in module.parameters())]
     }
     return nn.ModuleDict(wrapped) if isinstance(several, nn.ModuleDict) else nn.ModuleList(wrapped.values())
 
@@ -179,19 +179,19 @@ def choose_source(
     config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any
 ) -> tuple[ModelSource, WrapperChoice]:
     """Return the model that the recipe names, and the wrapper that suits it."""
-    seed, asked = config.run.seed, config.parallel.wrapper
+    seed, stated = config.run.seed, config.parallel.wrapper
     if config.model.function is not None:
         source = own_source(config.model, seed)
         if is_several(source.model) and config.model.lora is not None:
             raise MegabatchError("model.function returns several models and model.lora is set; leave one of them out")
-        return source, choose_wrapper(asked, ranks.size, source.model, ranks.layout)
+        return source, choose_wrapper(stated, ranks.size, source.model, ranks.layout)
     architecture = architecture_of(config.model)
     architecture.use_cache = False
     check_fit(architecture, longest_tokens, tokenizer)
     model = outline(config.model, architecture)
     if ranks.layout.cp > 1:
         check_attention_is_causal(model)
-    wrapper = choose_wrapper(asked, ranks.size, model, ranks.layout)
+    wrapper = choose_wrapper(stated, ranks.size, model, ranks.layout)
     check_four_bits(model, config.model, wrapper)
     if config.model.name is None:
         return fresh_source(model, config.model, architecture, seed), wrapper
@@ -267,13 +267,13 @@ def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
     """Raise for a joint loss and what it cannot go with: whatever cuts samples or calls, which changes the loss."""
     if not isinstance(loss_fn, JointLoss):
         return
-    others = (
+    keys = (
         "parallel.cp", "parallel.tp", "parallel.pp", "advice.every",
         "update.same_bits", "update.cost", "update.shapes",
     )  # fmt: skip
-    for other in given(config, others):
+    for key in given(config, keys):
         raise MegabatchError(
-            f"loss.function is a JointLoss, which needs all samples of an update at once, and {other}; leave one of "
+            f"loss.function is a JointLoss, which needs all samples of an update at once, and {key}; leave one of "
             "them out"
         )
     if has_sets:
@@ -307,13 +307,13 @@ def prepare(model: nn.Module, config: ModelConfig, num_shapes: int | None = None
     """
     words = choose_trained(model, config)
     if config.activation_checkpointing:
-        for each in models_of(model):
-            checkpoint_activations(each, selective=config.activation_checkpointing == "selective")
-        kept = ", without attention and every second matrix product" * (config.activation_checkpointing == "selective")
-        words.append(f"activations are recomputed in backward, layer by layer{kept}")
+        for part in models_of(model):
+            checkpoint_activations(part, selective=config.activation_checkpointing == "selective")
+        note = ", without attention and every second matrix product" * (config.activation_checkpointing == "selective")
+        words.append(f"activations are recomputed in backward, layer by layer{note}")
     if config.compile:
         check_compiler()
-        layers = [layer for each in models_of(model) for layer in list(blocks_of(each).values()) or [each]]
+        layers = [layer for part in models_of(model) for layer in list(blocks_of(part).values()) or [part]]
         for layer in layers:
             layer.compile(dynamic=None if num_shapes is None else False)
         if num_shapes is not None:  # torch runs further ones without a graph; longer samples may add shapes
@@ -336,11 +336,11 @@ def check_compiler() -> None:
 
 def checkpoint_activations(model: nn.Module, *, selective: bool = False) -> None:
     """Switch on recomputing, under the name that this version of transformers has for it."""
-    kept = {"context_fn": selective_contexts} if selective else {}
+    options = {"context_fn": selective_contexts} if selective else {}
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         enable = getattr(model, name, None)
         if enable is not None:
-            enable({"use_reentrant": False, **kept})
+            enable({"use_reentrant": False, **options})
             return
     raise MegabatchError(
         f"model.activation_checkpointing is set and a {type(model).__name__} has no gradient_checkpointing_enable; "
@@ -353,11 +353,11 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     num_matmuls = Counter[bool]()  # of a layer's forward, and of its recomputation
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
-        kept = is_deterministic_attention(operation, inputs, named)
+        is_saved = is_deterministic_attention(operation, inputs, named)
         if operation in MATMULS:
             num_matmuls[context.is_recompute] += 1
-            kept = num_matmuls[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+            is_saved = num_matmuls[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -385,14 +385,14 @@ def try_forward(model: nn.Module, config: ModelConfig, device: torch.device) -> 
     """Raise `MegabatchError` if the model does not run, or a token sees the next one; on all ranks of the model."""
     vocab_size = vocab_size_of(model)
     try:
-        one, other = (logits_of(model, torch.tensor([[0, last % vocab_size]], device=device)) for last in (0, 1))
+        first, second = (logits_of(model, torch.tensor([[0, last % vocab_size]], device=device)) for last in (0, 1))
     except Exception as error:  # layers raise anything for sizes that do not fit
         raise refused(config, error) from None
-    if not bool(torch.isfinite(one).all()):
+    if not bool(torch.isfinite(first).all()):
         raise MegabatchError(
             f"the model of {key_of(config)} gives logits that are not finite; choose weights that are whole"
         )
-    if not equal_but_rounding(one[:, 0], other[:, 0]):
+    if not equal_but_rounding(first[:, 0], second[:, 0]):
         raise MegabatchError(
             f"the model of {key_of(config)} is not causal: a token's output changes with the token after it; "
             "choose a causal language model (for an encoder's family, set is_decoder = true)"
@@ -443,14 +443,14 @@ def logits_through(model: "Pipeline", inputs: dict[str, Tensor]) -> Tensor:
     """Return the logits of a pipeline, on all of its ranks; collective."""
     from megabatch.pipeline import evaluate
 
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def keep(last_stage: Any, microbatch: Any) -> tuple[Tensor, float]:
-        found.append(last_stage(**microbatch).logits)
-        return found[0].new_zeros(()), 0.0
+        outputs.append(last_stage(**microbatch).logits)
+        return outputs[0].new_zeros(()), 0.0
 
     evaluate(model, [inputs], keep)
     expected = cast(Tensor, model.output(**inputs))
-    logits = found[0].contiguous() if found else torch.empty_like(expected, device=inputs["input_ids"].device)
+    logits = outputs[0].contiguous() if outputs else torch.empty_like(expected, device=inputs["input_ids"].device)
     dist.broadcast(logits, group=model.group, group_src=model.last_rank)
     return logits

@@ -112,4 +112,4 @@ def use_recipe_keys() -> Generator[None]:
         yield
     except PlanError as error:
         message = re.sub(r"\bShapes\((\d+)\)", r"update.shapes=\1", str(error))
-        raise PlanError(NAMED.sub(lambda found: KEYS[found[1]], message)) from error
+        raise PlanError(NAMED.sub(lambda match: KEYS[match[1]], message)) from error

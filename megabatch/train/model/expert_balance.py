@@ -24,7 +24,7 @@ AXES = ("parallel.cp", "parallel.tp", "parallel.pp")  # over which a sample, or 
 def experts_of(config: Config) -> ExpertsConfig:
     """Return the table [model.experts]. Raises `MegabatchError` for an unknown key or value."""
     try:
-        found = ExpertsConfig.model_validate(config.model.experts or {})
+        experts = ExpertsConfig.model_validate(config.model.experts or {})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"][:1]))
@@ -33,10 +33,10 @@ def experts_of(config: Config) -> ExpertsConfig:
             f"the keys are {', '.join(ExpertsConfig.model_fields)}"
         ) from None
     if config.loss.router_loss == LossConfig().router_loss:
-        return found
-    if "router_loss" in found.model_fields_set:
+        return experts
+    if "router_loss" in experts.model_fields_set:
         raise MegabatchError("loss.router_loss and model.experts.router_loss are set, which are one; leave one out")
-    return found.model_copy(update={"router_loss": config.loss.router_loss})
+    return experts.model_copy(update={"router_loss": config.loss.router_loss})
 
 
 def train_with_router(
@@ -75,18 +75,18 @@ def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None
             f"{said} and no module of the model has a tensor {experts.bias_name!r}; set model.experts.bias_name, or "
             "leave bias_rate out"
         )
-    others = ("data.pack_tokens", *AXES)  # packed rows have no mask
-    for other in given(config, others):
-        raise MegabatchError(f"{said} and {other}, which does not count tokens; leave one of them out")
+    keys = ("data.pack_tokens", *AXES)  # packed rows have no mask
+    for setting in given(config, keys):
+        raise MegabatchError(f"{said} and {setting}, which does not count tokens; leave one of them out")
 
 
 def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> float | None:
     """Return the coefficient of the router loss, or None for none. Raises `MegabatchError`."""
-    asked = experts_of(config).router_loss
-    if asked == "off" or (asked == "auto" and (loss_fn is not losses.next_token or not is_asked_by(model))):
+    stated = experts_of(config).router_loss
+    if stated == "off" or (stated == "auto" and (loss_fn is not losses.next_token or not is_asked_by(model))):
         return None
     key = router_key(config)
-    said = f"{key} is {asked!r}" if asked != "auto" else "model.config.output_router_logits is true"
+    said = f"{key} is {stated!r}" if stated != "auto" else "model.config.output_router_logits is true"
     if loss_fn is not losses.next_token:
         raise MegabatchError(
             f"{said} and loss.function is {config.loss.function!r}, which has the terms that it returns; leave one out "
@@ -94,11 +94,11 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
         )
     if not names_experts(model):
         raise MegabatchError(f"{said} and the model has no experts; leave it out")
-    for other in given(config, ("update.one_row", *AXES)):  # which has no sequences
-        raise MegabatchError(f"{said} and {other}, with which it is not computed; leave one of them out")
+    for setting in given(config, ("update.one_row", *AXES)):  # which has no sequences
+        raise MegabatchError(f"{said} and {setting}, with which it is not computed; leave one of them out")
     from megabatch.experts import config_coefficient
 
-    coefficient = config_coefficient(model) if asked == "auto" else asked
+    coefficient = config_coefficient(model) if stated == "auto" else stated
     if coefficient is None:
         raise MegabatchError(f"{said} and the config has no router_aux_loss_coef; set {key} to a number")
     return float(coefficient)

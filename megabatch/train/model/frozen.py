@@ -129,7 +129,7 @@ def four_bits(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def described(model: nn.Module) -> dict[str, list[object]]:
     """Return dtype and shape of each parameter, as json. A weight in four bits has its format as dtype."""
-    return {name: [dtype_name(each), *shape_of(each)] for name, each in model.named_parameters()}
+    return {name: [dtype_name(weight), *shape_of(weight)] for name, weight in model.named_parameters()}
 
 
 def dtype_name(weight: Tensor) -> str:
@@ -157,11 +157,12 @@ def stored(weight: Tensor) -> list[Tensor]:
 
 def sealed(identity: dict[str, Any], model: nn.Module, names: Collection[str], ranks: Ranks) -> dict[str, Any]:
     """Return a model's identity with a checksum beside the shape of each of these weights. Collective."""
-    own = {name: sum_of_bits(each, ranks) for name, each in model.named_parameters() if name in names}
-    told = ranks.gather(own) if names else []
+    local_sums = {name: sum_of_bits(weight, ranks) for name, weight in model.named_parameters() if name in names}
+    rank_sums = ranks.gather(local_sums) if names else []
     parameters = identity["parameters"]
     added = {
-        name: [*parameters[name], f"{sum(each[name] for each in told) % 2**64:016x}"] for name in (own if told else ())
+        name: [*parameters[name], f"{sum(sums[name] for sums in rank_sums) % 2**64:016x}"]
+        for name in (local_sums if rank_sums else ())
     }
     return {**identity, "parameters": {**parameters, **added}}
 
@@ -182,14 +183,14 @@ def sum_of_bits(weight: Tensor, ranks: Ranks) -> int:
 def sum_of(tensors: Iterable[Tensor]) -> int:
     """Return the sum of all of their numbers, each read as an integer."""
     read = (tensor.detach().contiguous().view(BITS[tensor.element_size()]).flatten() for tensor in tensors)
-    return sum(int(part.sum(dtype=torch.int64)) for each in read for part in each.split(SLICE))
+    return sum(int(part.sum(dtype=torch.int64)) for bits in read for part in bits.split(SLICE))
 
 
 def check_same_bits(model: nn.Module, ranks: Ranks) -> None:
     """Raise where ranks have made other bits of the same base, as processors of another kind may. Collective."""
-    own = {name: sum_of(stored(layer.weight)) for name, layer in four_bits(model)}
-    told = ranks.gather(own) if own else []
-    name = next((name for name in own if len({each[name] for each in told}) > 1), None)
+    local_sums = {name: sum_of(stored(layer.weight)) for name, layer in four_bits(model)}
+    rank_sums = ranks.gather(local_sums) if local_sums else []
+    name = next((name for name in local_sums if len({sums[name] for sums in rank_sums}) > 1), None)
     if name is not None:
         raise MegabatchError(
             f"model.quantize is set and {name} has other bits on other ranks: their processors or versions of "
@@ -206,9 +207,9 @@ class TrainedOnly:
     def state_dict(self) -> dict[str, Any]:
         """Return the learner's state without the base."""
         state = self._learner.state_dict()
-        return {**state, "model": {name: each for name, each in state["model"].items() if name not in self._left_out}}
+        return {**state, "model": {name: value for name, value in state["model"].items() if name not in self._left_out}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        whole = get_model_state_dict(self._learner.model)
-        self._learner.load_state_dict({**state, "model": {**whole, **state["model"]}})
+        full_state = get_model_state_dict(self._learner.model)
+        self._learner.load_state_dict({**state, "model": {**full_state, **state["model"]}})

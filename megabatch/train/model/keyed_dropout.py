@@ -96,8 +96,8 @@ def with_keys(loss_fn: Any, keys: SampleKeys) -> Any:
 
     def compute(model: Any, microbatch: Any, **divisor: Any) -> Any:
         keys.current = microbatch.get(KEY)  # a backward may compute layers again: keys stay until the next forward
-        given = {name: value for name, value in microbatch.items() if name != KEY}
-        return loss_fn(model, given, **divisor)
+        inputs = {name: value for name, value in microbatch.items() if name != KEY}
+        return loss_fn(model, inputs, **divisor)
 
     return in_place_of(loss_fn, compute)
 

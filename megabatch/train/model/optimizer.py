@@ -73,9 +73,9 @@ def words_of_muon(optimizer: optim.Optimizer) -> list[str]:
     inner = optimizer.optimizer if isinstance(optimizer, LowBits) else optimizer
     if not isinstance(inner, MuonAndAdamW):
         return []
-    matrices, *others = [group["params"] for group in inner.param_groups]
+    matrices, *adamw_groups = [group["params"] for group in inner.param_groups]
     num_weights = sum(matrix.numel() for matrix in matrices)
-    share = num_weights / (num_weights + sum(parameter.numel() for group in others for parameter in group))
+    share = num_weights / (num_weights + sum(parameter.numel() for group in adamw_groups for parameter in group))
     return [f"Muon: {len(matrices)} matrices of hidden layers, {share:.0%} of the trained weights; AdamW: the rest"]
 
 
@@ -176,7 +176,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
         optimizer = muon_optimizer(model, config)
     else:
         optimizer = torch_optimizer(groups, config)
-    is_bfloat16 = any(each.dtype == torch.bfloat16 for group in groups for each in group["params"])
+    is_bfloat16 = any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"])
     if keeps_low_bits(config, is_bfloat16=is_bfloat16):
         optimizer = with_low_bits(optimizer, config)
     else:
@@ -227,7 +227,7 @@ def too_small_steps(optimizer: optim.Optimizer, config: OptimConfig) -> list[str
     weights = [parameter for parameter in trained if parameter.dtype == dtype]
     here = [(weight.to_local() if isinstance(weight, DTensor) else weight).detach().reshape(-1) for weight in weights]
     every = sum(map(len, here)) // NUM_LOOKED_AT + 1
-    median = float(torch.cat([each[::every] for each in here]).float().abs().median()) if any(map(len, here)) else 0.0
+    median = float(torch.cat([part[::every] for part in here]).float().abs().median()) if any(map(len, here)) else 0.0
     is_known = 0 < median < math.inf
     half_step = 2.0 ** math.floor(math.log2(median)) * torch.finfo(dtype).eps / 2 if is_known else 0.0
     if config.lr >= half_step:
@@ -288,7 +288,7 @@ class MuonAndAdamW(optim.Optimizer):
 
 def muon_optimizer(model: nn.Module, config: OptimConfig) -> MuonAndAdamW:
     """Return Muon for the matrices of hidden layers, with AdamW for the rest."""
-    matrices, rest = split_parameters(model)
+    matrices, adamw_parameters = split_parameters(model)
     if not matrices:
         raise MegabatchError(
             'optim.name is "Muon" and the model trains no matrix of a hidden layer (embeddings and the head are not); '
@@ -305,8 +305,9 @@ def muon_optimizer(model: nn.Module, config: OptimConfig) -> MuonAndAdamW:
     arguments = tried(optim.Muon, arguments_of(optim.Muon, config.model_copy(update={"options": options})), groups)
     rate = config.lr if config.adamw_lr is None else config.adamw_lr
     of_rest = config.model_copy(update={"name": "AdamW", "lr": rate, "options": fused})
-    others = groups_of(rest, config.weight_decay)
-    return MuonAndAdamW(optim.Muon(groups, **arguments), *([torch_optimizer(others, of_rest)] if others else []))
+    adamw_groups = groups_of(adamw_parameters, config.weight_decay)
+    beside = [torch_optimizer(adamw_groups, of_rest)] if adamw_groups else []
+    return MuonAndAdamW(optim.Muon(groups, **arguments), *beside)
 
 
 def kind_of(name: str) -> Callable[..., optim.Optimizer]:

@@ -110,8 +110,8 @@ def fresh_source(
     if units is not None:
         return ModelSource(outline, text, units)
     with seeded(seed, ""):
-        whole = construct(config, architecture)
-    return ModelSource(whole, f"{text}, made whole on every rank: its rules do not say how each of its tensors begins")
+        model = construct(config, architecture)
+    return ModelSource(model, f"{text}, made whole on every rank: its rules do not say how each of its tensors begins")
 
 
 def saved_source(
@@ -192,8 +192,8 @@ def units_of(name: str, module: nn.Module, owner: PreTrainedModel, blocks: set[s
 
 def reaches_down(module: nn.Module, owner: PreTrainedModel) -> bool:
     """Return True if the module's rules write to tensors of modules below it. On the meta device writing is free."""
-    own = {id(tensor) for tensor in own_tensors(module).values()}
-    below = [tensor for each in module.modules() for tensor in own_tensors(each).values() if id(tensor) not in own]
+    ids = {id(tensor) for tensor in own_tensors(module).values()}
+    below = [tensor for part in module.modules() for tensor in own_tensors(part).values() if id(tensor) not in ids]
     versions = [tensor._version for tensor in below]
     with torch.no_grad(), guard_torch_init_functions():
         cast(Any, owner)._init_weights(module)
@@ -239,14 +239,14 @@ def fill(
     for tensor, names in list(pending.names.items()) if saved is not None else []:
         pending.settle_saved(tensor, names, cast(Saved, saved))
     for unit in units:
-        tensors = [tensor for each in unit.modules() for tensor in own_tensors(each).values()]
+        tensors = [tensor for module in unit.modules() for tensor in own_tensors(module).values()]
         wholes = {tensor: pending.put_whole(tensor) for tensor in tensors if tensor in pending.names}
         if wholes:
             with seeded(seed, unit.name):
                 initialize(unit)
         for tensor in list(wholes):
-            whole = wholes.pop(tensor).detach()
-            pending.settle(tensor, whole[region_of(tensor)].clone() if isinstance(tensor, DTensor) else whole)
+            full = wholes.pop(tensor).detach()
+            pending.settle(tensor, full[region_of(tensor)].clone() if isinstance(tensor, DTensor) else full)
     for tensor in (*model.parameters(), *model.buffers()):
         if hasattr(tensor, INITIALIZED):
             delattr(tensor, INITIALIZED)
@@ -273,9 +273,9 @@ class Pending:
         if not isinstance(tensor, DTensor):
             part = saved.read(names, None)
         else:
-            rows, *others = region_of(tensor)
+            rows, *slices = region_of(tensor)
             part = saved.read(names, rows)
-            part = None if part is None else part[(slice(None), *others)].contiguous()
+            part = None if part is None else part[(slice(None), *slices)].contiguous()
         if part is not None:
             self.settle(tensor, part)
 
@@ -337,11 +337,11 @@ class SavedWeights:
 
     def fits(self, model: nn.Module) -> bool:
         """Return True if each parameter and saved buffer is there, by one of its names and in its shape."""
-        found: dict[Tensor, bool] = {}
+        availability: dict[Tensor, bool] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             is_here = name in self.files and self.shape(name) == tuple(tensor.shape)
-            found[tensor] = found.get(tensor, False) or is_here
-        return all(found.values())
+            availability[tensor] = availability.get(tensor, False) or is_here
+        return all(availability.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         with opened(self.files[name]) as file:
@@ -355,11 +355,11 @@ def saved_weights(name: str) -> SavedWeights | None:
             placed = placed_by(Path(index))
             paths = {file: listed(name, file) for file in set(placed.values())}
             return SavedWeights({tensor: paths[file] for tensor, file in placed.items()})
-        whole = file_of(name, WHOLE_FILE)
-    if whole is None:
+        path = file_of(name, WHOLE_FILE)
+    if path is None:
         return None
-    with opened(whole) as file:
-        return SavedWeights(dict.fromkeys(file.keys(), whole))
+    with opened(path) as file:
+        return SavedWeights(dict.fromkeys(file.keys(), path))
 
 
 def placed_by(index: Path) -> dict[str, str]:
