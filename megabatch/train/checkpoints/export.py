@@ -49,8 +49,8 @@ class Checkpointed:
     num_averaged: int
 
     def read(self, names: list[str], rows: slice | None) -> Tensor | None:
-        found = next((self.tensors[name] for name in names if name in self.tensors), None)
-        return found if found is None or rows is None else found[rows]
+        tensor = next((self.tensors[name] for name in names if name in self.tensors), None)
+        return tensor if tensor is None or rows is None else tensor[rows]
 
 
 def export(
@@ -126,8 +126,8 @@ def check_target(to: Path) -> None:
 def config_of(run_folder: Path, *, is_trusted: bool) -> Config:
     """Return the recipe of a run whose functions may run."""
     if not (run_folder / RECIPE).is_file():
-        seen = f"has no {RECIPE}, so it is no run of megabatch's" if run_folder.is_dir() else "is no folder"
-        raise MegabatchError(f"{run_folder} {seen}; give the folder of a run, for example runs/stdlib")
+        problem = f"has no {RECIPE}, so it is no run of megabatch's" if run_folder.is_dir() else "is no folder"
+        raise MegabatchError(f"{run_folder} {problem}; give the folder of a run, for example runs/stdlib")
     if not is_trusted:
         check_trust(run_folder / RECIPE, is_run=True)
     return load_config(run_folder / RECIPE, [])
@@ -138,25 +138,25 @@ def find_checkpoint(run_folder: Path, step: int | str | None) -> ValidCheckpoint
 
     In place of one that is damaged it is the newest whole one up to the latest, unless it was asked for by name.
     """
-    kept, shelf = steps_of(run_folder), Checkpoints(run_folder)
-    if not kept:
+    steps, shelf = steps_of(run_folder), Checkpoints(run_folder)
+    if not steps:
         raise MegabatchError(f"{run_folder} has no checkpoint yet; export it when it has saved one (run.save_every)")
     name = named_by(checkpoints_of(run_folder) / BEST)
     if step == POINTER or (step is None and not name):
         return shelf.latest_valid(ALONE)
     number = step if isinstance(step, int) else step_of(name)
-    found = path_of(run_folder, number) if number is not None else checkpoints_of(run_folder) / (name or BEST)
-    if number is None or number not in kept:
+    path = path_of(run_folder, number) if number is not None else checkpoints_of(run_folder) / (name or BEST)
+    if number is None or number not in steps:
         problem = "is not there or not whole"
     elif (damage := shelf.damage(number, ALONE)) is None:
-        return ValidCheckpoint(found)
+        return ValidCheckpoint(path)
     else:
         problem = f"is damaged ({damage})"
     if step is None:
         chosen = shelf.latest_valid(ALONE)
-        return ValidCheckpoint(chosen.path, (f"{found}, the best one, {problem}", *chosen.warnings))
-    has = ", ".join(str(number) for number in kept)
-    raise MegabatchError(f"{found} {problem}; this run has the steps {has}: choose with --step")
+        return ValidCheckpoint(chosen.path, (f"{path}, the best one, {problem}", *chosen.warnings))
+    has = ", ".join(str(number) for number in steps)
+    raise MegabatchError(f"{path} {problem}; this run has the steps {has}: choose with --step")
 
 
 def read_weights(checkpoint: Path) -> Checkpointed:
@@ -238,7 +238,7 @@ def named_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     names: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(tensor, []).append(name)
-    return [(each, tensor) for tensor, each in names.items()]
+    return [(aliases, tensor) for tensor, aliases in names.items()]
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def base_model(config: Config) -> nn.Module:
 def check_base(base: nn.Module, checkpoint: Path) -> None:
     """Raise where a frozen weight is not the one that the adapters were trained on."""
     saved: dict[str, list[object]] = read_meta(checkpoint)["parameters"]
-    there = {name.replace(INSIDE, "."): each for name, each in saved.items() if MARK not in name}
+    there = {name.replace(INSIDE, "."): fields for name, fields in saved.items() if MARK not in name}
     here = described(base)
     names = [name for name in there if name in here and len(there[name]) > len(here[name])]  # those with a checksum
     sums = sealed({"parameters": here}, base, names, ALONE)["parameters"]

@@ -77,14 +77,14 @@ def hash_written_files(checkpoint: Path, ranks: Ranks) -> Digests:
     Raises `MegabatchError` on every rank if one cannot read what it wrote.
     """
     patterns = [f"__{ranks.rank}_*", *([".metadata"] if ranks.is_main else [])]  # DCP's names for a rank's files
-    problem, own = None, Digests()
+    problem, local_digests = None, Digests()
     try:
-        own = {path.name: hash_file(path) for pattern in patterns for path in checkpoint.glob(pattern)}
+        local_digests = {path.name: hash_file(path) for pattern in patterns for path in checkpoint.glob(pattern)}
     except OSError as error:
         problem = f"cannot read back what was written to {checkpoint} ({in_one_line(error)}); look at its disk"
     if problem := ranks.first_problem(problem):
         raise MegabatchError(problem)
-    return {name: digest for digests in ranks.gather(own) for name, digest in digests.items()}
+    return {name: digest for digests in ranks.gather(local_digests) for name, digest in digests.items()}
 
 
 def find_changed_file(checkpoint: Path, digests: Digests, ranks: Ranks) -> str | None:
@@ -94,10 +94,10 @@ def find_changed_file(checkpoint: Path, digests: Digests, ranks: Ranks) -> str |
     """
     names = sorted(digests, key=lambda name: (-digests[name].num_bytes, name))
     problems = (size_problem(checkpoint / name, digests[name].num_bytes) for name in names)
-    problem = next((each for each in problems if each), None)
+    problem = next((damage for damage in problems if damage), None)
     if problem is None:
-        own = names[ranks.rank :: ranks.size]
-        problem = next((each for name in own if (each := content_problem(checkpoint / name, digests[name]))), None)
+        share = names[ranks.rank :: ranks.size]
+        problem = next((fault for name in share if (fault := content_problem(checkpoint / name, digests[name]))), None)
     return ranks.first_problem(problem)
 
 
@@ -124,7 +124,7 @@ def content_problem(path: Path, expected: FileDigest) -> str | None:
 
 def write_meta(checkpoint: Path, meta: Meta, digests: Digests) -> None:
     """Write ``meta.json``, the last file of a checkpoint."""
-    meta = {**meta, FILES: {name: each._asdict() for name, each in digests.items()}}
+    meta = {**meta, FILES: {name: digest._asdict() for name, digest in digests.items()}}
     write_synced(checkpoint / META, sealed_text(meta))
 
 
@@ -146,7 +146,7 @@ def read_digests(checkpoint: Path) -> Digests:
     """
     meta = _read_verified(checkpoint)
     try:
-        digests = {name: FileDigest(**each) for name, each in meta[FILES].items()}
+        digests = {name: FileDigest(**fields) for name, fields in meta[FILES].items()}
     except (KeyError, AttributeError, TypeError) as error:  # written by a later version
         raise DamagedError(checkpoint / META, in_one_line(error)) from None
     for name, digest in digests.items():

@@ -48,8 +48,8 @@ def unfinished_of(checkpoint: Path) -> Path:
 
 def step_of(name: str) -> int | None:
     """Return the step in a checkpoint's name; None for any other name."""
-    found = STEP.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = STEP.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def steps_of(folder: Path) -> list[int]:

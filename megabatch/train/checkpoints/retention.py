@@ -48,11 +48,11 @@ def resumed_from(run: RunConfig, ranks: Ranks, console: Console) -> Path | None:
     folder = Path(run.folder)
     if not run.resume or not ranks.on_main(lambda: has_checkpoint(folder), str(checkpoints_of(folder)), verb="read"):
         return None
-    found = Checkpoints(folder).latest_valid(ranks)
-    lines = ranks.on_main(lambda: describe_versions(found.path), str(found.path), verb="read")
-    for line in (*found.warnings, *lines):
+    checkpoint = Checkpoints(folder).latest_valid(ranks)
+    lines = ranks.on_main(lambda: describe_versions(checkpoint.path), str(checkpoint.path), verb="read")
+    for line in (*checkpoint.warnings, *lines):
         console.warn(line)
-    return found.path
+    return checkpoint.path
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,17 @@ class Checkpoints:
         if step_of(name) is None:
             lines.append(f"{self._pointer} names no checkpoint ({shorten(name) or 'nothing'})")
         lines = [f"{line}; the run resumes from {path.name}" for line in lines]
-        if beyond := [each for each in steps if each > step and each not in damages]:
+        if beyond := [later for later in steps if later > step and later not in damages]:
             lines.append(f"{path_of(self._folder, beyond[-1])} lies beyond {path.name}, from which the run resumes")
         return tuple(lines)
 
     def _none_valid_text(self, damages: dict[int, str], beyond: Sequence[int]) -> str:
-        each = ", ".join(f"step-{step} ({shorten(damage)})" for step, damage in damages.items())
+        details = ", ".join(f"step-{step} ({shorten(damage)})" for step, damage in damages.items())
         change = "put back a copy of one"
         if beyond:
             change = f"name step-{beyond[-1]}, which lies beyond, in {self._pointer}"
         return (
-            f"{self._pointer.parent} has no whole checkpoint to resume from: {each or 'none at all'}; {change}, or "
+            f"{self._pointer.parent} has no whole checkpoint to resume from: {details or 'none at all'}; {change}, or "
             "start in a new run.folder"
         )
 
@@ -199,10 +199,10 @@ def find_damage(checkpoint: Path, ranks: Ranks) -> str | None:
 
 def point_to_best(folder: Path, step: int, ranks: Ranks) -> None:
     """Let ``checkpoints/best`` name the checkpoint of a step, if it exists. Collective."""
-    whole = path_of(folder, step)
+    checkpoint = path_of(folder, step)
 
     def point() -> None:
-        if (whole / META).exists():
-            replace_text(whole.parent / BEST, whole.name)
+        if (checkpoint / META).exists():
+            replace_text(checkpoint.parent / BEST, checkpoint.name)
 
-    ranks.on_main(point, str(whole.parent / BEST))
+    ranks.on_main(point, str(checkpoint.parent / BEST))

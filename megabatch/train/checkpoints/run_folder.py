@@ -216,13 +216,13 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
     starts = read_starts(folder)
     if not starts and not (config.run.resume and (folder / CONFIG).is_file()):
         _check_unused(folder)
-    elif made := _count_updates(folder):
+    elif num_updates := _count_updates(folder):
         if not (config.run.resume or (folder / OOM_LIMIT_FILE).exists() or job.has_started(starts[-1])):
             raise MegabatchError(
-                f"{folder} holds a run that has made {count(made, 'update')} and saved none; begin it again with "
-                "--run.resume=true, or choose another run.folder"
+                f"{folder} holds a run that has made {count(num_updates, 'update')} and saved none; begin it again "
+                "with --run.resume=true, or choose another run.folder"
             )
-        _check_same_recipe(folder, config, made)
+        _check_same_recipe(folder, config, num_updates)
 
 
 def check_own_paths(folder: Path) -> None:
@@ -235,14 +235,14 @@ def check_own_paths(folder: Path) -> None:
             check_own_path(path)
     for name in set(FOLDERS) - {FOLDER_OF_LINKS}:
         for place, folders, files in os.walk(folder / name):
-            for path in sorted(Path(place, found) for found in (*folders, *files)):
+            for path in sorted(Path(place, name) for name in (*folders, *files)):
                 check_own_path(path)
 
 
 def _check_no_lost_checkpoint(folder: Path) -> None:
     """Raise if the log says that a checkpoint was saved, and there is none: the user may still have a copy."""
     lines = read_file(folder / LOG).splitlines() if is_file(folder / LOG) else []
-    saved = [found[1].decode() for line in lines if (found := SAVED.search(line))]
+    saved = [match[1].decode() for line in lines if (match := SAVED.search(line))]
     if saved:
         raise MegabatchError(
             f"{folder} has no checkpoint any more, and its run has saved {saved[-1]}; put {checkpoints_of(folder)} "
@@ -269,7 +269,7 @@ def _count_updates(folder: Path) -> int:
     return max((row["step"] for row in find_rows(folder / METRICS)[0] if not is_evaluation(row)), default=0)
 
 
-def _check_same_recipe(folder: Path, config: Config, made: int) -> None:
+def _check_same_recipe(folder: Path, config: Config, num_updates: int) -> None:
     """Raise if another recipe made the updates that would be made again."""
     try:
         there = load_config(recipe_of(folder), [], may_be_masked=True)
@@ -279,9 +279,9 @@ def _check_same_recipe(folder: Path, config: Config, made: int) -> None:
     if difference is not None:
         key, there, now = difference
         raise MegabatchError(
-            f"{folder} holds a run of another recipe, which has made {count(made, 'update')} and saved none: {key} is "
-            f"{there} there and {now} here; begin that again with `megabatch train {folder}`, or choose another "
-            "run.folder"
+            f"{folder} holds a run of another recipe, which has made {count(num_updates, 'update')} and saved none: "
+            f"{key} is {there} there and {now} here; begin that again with `megabatch train {folder}`, or choose "
+            "another run.folder"
         )
 
 

@@ -78,8 +78,8 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
 
     Raises `MegabatchError` on every rank if one cannot write, and leaves no file behind.
     """
-    whole = path_of(folder, meta["step"])
-    unfinished = unfinished_of(whole)
+    checkpoint = path_of(folder, meta["step"])
+    unfinished = unfinished_of(checkpoint)
 
     def begin() -> int:
         remove_path(unfinished)  # left by a killed run
@@ -88,20 +88,20 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
 
     def finish() -> None:
         write_meta(unfinished, meta, digests)
-        remove_path(whole)  # damaged, or later than ``latest``
-        os.replace(unfinished, whole)
-        sync(whole.parent)
-        replace_text(whole.parent / POINTER, whole.name)
+        remove_path(checkpoint)  # damaged, or later than ``latest``
+        os.replace(unfinished, checkpoint)
+        sync(checkpoint.parent)
+        replace_text(checkpoint.parent / POINTER, checkpoint.name)
 
     try:
         free_bytes = ranks.on_main(begin, str(unfinished))
         _write_states(states, unfinished, ranks, free_bytes)
         digests: Digests = hash_written_files(unfinished, ranks)
-        ranks.on_main(finish, str(whole))
+        ranks.on_main(finish, str(checkpoint))
     except MegabatchError:
         ranks.on_main(lambda: remove_path(unfinished), str(unfinished))
         raise
-    return whole
+    return checkpoint
 
 
 def _write_states(states: Mapping[str, Any], to: Path, ranks: Ranks, free_bytes: int) -> None:
@@ -157,9 +157,9 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *_: Any, **_of_a_rank: Any) -> Metadata:
         """Return what the checkpoint holds, and where."""
         with os.fdopen(open_file(Path(self.path) / DESCRIPTION), "rb") as file:
-            found = _read_description(file)
+            layout = _read_description(file)
         lengths: dict[str, int] = {}
-        for part in (found.storage_data or {}).values():
+        for part in (layout.storage_data or {}).values():
             if not is_plain_name(part.relative_path):
                 raise pickle.UnpicklingError(
                     f"{DESCRIPTION} names {part.relative_path}, which lies outside of the checkpoint"
@@ -168,16 +168,16 @@ class SafeReader(FileSystemReader):
         for name, length in lengths.items():
             if problem := size_problem(Path(self.path) / name, length, or_more=True):
                 raise pickle.UnpicklingError(problem)
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        layout.storage_meta = layout.storage_meta or StorageMeta()
+        layout.storage_meta.load_id = self.load_id
+        return layout
 
 
 def _read_description(file: IO[bytes]) -> Metadata:
-    found = _DescriptionUnpickler(file).load()
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"{DESCRIPTION} holds a {type(found).__name__}, not what describes a checkpoint")
-    return found
+    layout = _DescriptionUnpickler(file).load()
+    if not isinstance(layout, Metadata):
+        raise pickle.UnpicklingError(f"{DESCRIPTION} holds a {type(layout).__name__}, not what describes a checkpoint")
+    return layout
 
 
 class _DescriptionUnpickler(pickle.Unpickler):

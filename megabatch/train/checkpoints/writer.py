@@ -186,10 +186,10 @@ class Writer:
             states = staged(request.states)
         except Exception as error:  # of memory, or of a part of one's own that cannot be copied
             problem = in_one_line(error)
-        told = self._ranks.first_problem(problem)
-        if told is not None:
+        shared_problem = self._ranks.first_problem(problem)
+        if shared_problem is not None:
             self._console.warn(
-                f"the state cannot be copied ({told}); the run waits until step-{request.step} is written"
+                f"the state cannot be copied ({shared_problem}); the run waits until step-{request.step} is written"
             )
             return False
         copied = replace(request, states=states, meta=copy.deepcopy(request.meta))
@@ -246,9 +246,9 @@ class Writer:
 
 def in_background(config: Config, ranks: Ranks) -> bool:
     """Return True if checkpoints are written beside the run."""
-    asked = config.checkpoint.background
+    stated = config.checkpoint.background
     is_on_device = ranks.device.type == "cuda" and not config.parallel.cpu_offload
-    return is_on_device if asked is None else asked
+    return is_on_device if stated is None else stated
 
 
 def ranks_apart(ranks: Ranks) -> Ranks:
