@@ -83,7 +83,7 @@ BUGS = (
         {"            model.eval()\n            yield": "            yield"}, EVALUATION),
     Bug("evaluate the weights and not their average",
         {"context.evaluated_weights = self._average.swapped": "pass"}, EVALUATION),
-    Bug("go on with the average", {"            self._put(kept)": "            pass"}, EVALUATION),
+    Bug("go on with the average", {"            self._put(weights)": "            pass"}, EVALUATION),
     Bug("decay the average the wrong way",
         {"get_ema_multi_avg_fn(decay)": "get_ema_multi_avg_fn(1 - decay / 2)"}, EVALUATION),
     Bug("take a perplexity to the base two", {"math.exp(loss)": "2**loss"}, EVALUATION),
@@ -93,8 +93,8 @@ BUGS = (
         {"found_of.setdefault(name, []).extend([torch.stack(pair)] if counted else [])":
              "found_of[name] = [torch.stack(pair)] if counted else []"}, TWO),
     Bug("evaluate this rank's part alone",
-        {"[pair for pairs, _ in told for pair in pairs.get(name, [])]":
-             "[pair for pairs, _ in told[-1:] for pair in pairs.get(name, [])]"}, TWO),
+        {"[pair for pairs, _ in parts for pair in pairs.get(name, [])]":
+             "[pair for pairs, _ in parts[-1:] for pair in pairs.get(name, [])]"}, TWO),
     Bug("count a dummy microbatch of an evaluation", {"counted=bool(rows)": "counted=True"}, TWO),
     Bug("stop an evaluation late",
         {"self._num_worse >= self._patience": "self._num_worse > self._patience"}, STOPS),

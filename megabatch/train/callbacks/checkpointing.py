@@ -36,8 +36,8 @@ class Checkpointing(Callback):
 
     def __init__(self, context: RunContext) -> None:
         config, learner, model = context.config, context.learner, context.model
-        whole = StagedLearner(learner, model) if is_pipeline(model.model) else learner
-        context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else whole
+        state = StagedLearner(learner, model) if is_pipeline(model.model) else learner
+        context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else state
         context.positions["updates"] = context.updates
         update = config.update
         if update.cost is not None or update.shapes is not None:
@@ -131,7 +131,7 @@ def check_weights(context: RunContext) -> None:
     """Raise before weights are saved that are not finite, where nobody has looked at the gradient. Collective."""
     if context.learner.max_norm is not None:
         return
-    weights = [each for group in context.learner.optimizer.param_groups for each in group["params"]]
+    weights = [weight for group in context.learner.optimizer.param_groups for weight in group["params"]]
     finite = [torch.isfinite(local(weight.detach())).all().to(context.ranks.device) for weight in weights]
     bad = bool(finite) and not torch.stack(finite).all()  # waits for the device, once
     if any(context.ranks.sum([float(bad)])):
@@ -166,12 +166,13 @@ class StagedLearner:
         assert is_pipeline(parallel_model.model)
         self._learner, self._ranks = learner, parallel_model.model.stage_ranks
         groups = learner.optimizer.param_groups
-        seen = self._ranks.exchange_objects([{key: group[key] for key in group if key != "params"} for group in groups])
-        if any(each != seen[0] for each in seen):
+        settings = [{key: group[key] for key in group if key != "params"} for group in groups]
+        stages = self._ranks.exchange_objects(settings)
+        if any(stage != stages[0] for stage in stages):
             raise MegabatchError(
-                f"the stages of the pipeline have {' and '.join(str(len(each)) for each in seen)} groups of parameters "
-                "in their optimizers, or groups of other settings, which a checkpoint cannot hold; leave every stage "
-                "matrices and vectors to train (model.freeze), or set parallel.pp to 1"
+                f"the stages of the pipeline have {' and '.join(str(len(stage)) for stage in stages)} groups of "
+                "parameters in their optimizers, or groups of other settings, which a checkpoint cannot hold; leave "
+                "every stage matrices and vectors to train (model.freeze), or set parallel.pp to 1"
             )
 
     def state_dict(self) -> dict[str, Any]:

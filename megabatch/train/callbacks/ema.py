@@ -59,12 +59,12 @@ class Average:
     @contextlib.contextmanager
     def swapped(self) -> Generator[None]:
         """Put the average into the model, and the weights again afterwards, bit for bit."""
-        kept = {name: local(weight).detach().clone() for name, weight in self._weights.items()}
+        weights = {name: local(weight).detach().clone() for name, weight in self._weights.items()}
         try:
             self._put(self._average)
             yield
         finally:
-            self._put(kept)
+            self._put(weights)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the average by the names of the parameters, without copies: a checkpoint loads into it."""

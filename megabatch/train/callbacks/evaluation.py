@@ -53,8 +53,8 @@ class Evaluation(Callback):
             in_precision, config=config.model, parallel_model=context.model, device=context.ranks.device
         )
         self._terms = build_terms(config.eval, loss_fn, in_own_precision)
-        own = config.eval.function
-        self._own = None if own is None else load_function(own, "eval.function")
+        name = config.eval.function
+        self._own = None if name is None else load_function(name, "eval.function")
         self._step: int | None = None  # of the last evaluation
 
     def start(self, context: RunContext) -> None:
@@ -105,15 +105,15 @@ class Terms:
             return [self(model, microbatch) for microbatch in microbatches]
         from megabatch.pipeline import evaluate as evaluate_pipeline
 
-        found = evaluate_pipeline(model, microbatches, self.loss)
+        losses_of_parts = evaluate_pipeline(model, microbatches, self.loss)
         if self.metrics is None:
-            return found
-        metrics = partial(self._metrics, taken=found[0])
+            return losses_of_parts
+        metrics = partial(self._metrics, taken=losses_of_parts[0])
         try:
             added = evaluate_pipeline(model, microbatches, metrics)
         except (PlanError, LossContractError) as error:  # in the words of losses
             raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'it')}") from None
-        return [{**terms, **more} for terms, more in zip(found, added, strict=True)]
+        return [{**terms, **more} for terms, more in zip(losses_of_parts, added, strict=True)]
 
     def _metrics(self, model: Any, microbatch: Microbatch, taken: Collection[str]) -> dict[str, Term]:
         if self.metrics is None:
@@ -155,20 +155,20 @@ def next_token_terms(model: Any, microbatch: Microbatch) -> dict[str, Term]:
     loss = losses.next_token(cast(nn.Module, remember), microbatch)
     logits = outputs[0]  # [B, T, V]
     targets = losses.next_targets(microbatch)  # [B, T - 1], or [B, T] of a stretch
-    found = logits[:, : targets.shape[1]].argmax(-1) == targets  # an ignored label is no token
-    return {PAIR_NAME: loss, "accuracy": Term(found.sum(), loss.weight)}
+    is_correct = logits[:, : targets.shape[1]].argmax(-1) == targets  # an ignored label is no token
+    return {PAIR_NAME: loss, "accuracy": Term(is_correct.sum(), loss.weight)}
 
 
 def evaluate(
-    event: Event, terms: Terms, own: Callable[..., Any] | None, update: UpdateConfig, ranks: Ranks, console: Console,
+    event: Event, terms: Terms, custom: Callable[..., Any] | None, update: UpdateConfig, ranks: Ranks, console: Console,
     *, chosen_tokens: int | None = None,
 ) -> list[Row]:  # fmt: skip
-    """Return a row for each of the event's sets, then one for the user's ``own`` evaluation. Collective."""
+    """Return a row for each of the event's sets, then one for the user's ``custom`` evaluation. Collective."""
     run = partial(evaluate_set, event.model, terms, chosen_tokens=chosen_tokens)
     rows = [
         {"step": event.step, **run(samples, update, ranks, console, name=name)} for name, samples in event.sets.items()
     ]
-    return rows if own is None else [*rows, {"step": event.step, "set": OWN, **own_values(own, event, update)}]
+    return rows if custom is None else [*rows, {"step": event.step, "set": OWN, **own_values(custom, event, update)}]
 
 
 def evaluate_set(
@@ -191,9 +191,9 @@ def evaluate_set(
     """
     terms = terms_fn if isinstance(terms_fn, Terms) else Terms(terms_fn)
     with evaluating(model, name, ranks.device, eager=update.shapes is not None):
-        most = most_tokens(model) if terms.of_tokens else None
-        own = split_set(samples, update, ranks, chosen_tokens, most)
-        sums, loss_names = sum_terms(model, terms, samples, own, ranks, console, name)
+        limit = most_tokens(model) if terms.of_tokens else None
+        share = split_set(samples, update, ranks, chosen_tokens, limit)
+        sums, loss_names = sum_terms(model, terms, samples, share, ranks, console, name)
     return row_of(name, terms, sums, loss_names)
 
 
@@ -224,12 +224,12 @@ def sum_terms(
     model: nn.Module,
     terms: Terms,
     samples: Sequence[Any],
-    own: Plan,
+    share: Plan,
     ranks: Ranks,
     console: Console,
     name: str,
 ) -> tuple[Sums, set[str]]:
-    """Return each term's sums over a set, and the names of the loss's terms; ``own``: this rank's part. Collective.
+    """Return each term's sums over a set, and the names of the loss's terms; ``share``: this rank's part. Collective.
 
     Every rank runs the same number of forwards, as a sharded model must: where the plan has a dummy microbatch, any
     sample goes through the model and is not counted.
@@ -238,11 +238,11 @@ def sum_terms(
     loss_names: set[str] = set()
     prepare, pad, cp = loss_hooks(terms.loss).prepare, Padding([model]), ranks.layout.cp
     at_once = PER_STAGE * model.num_stages if is_pipeline(model) else 1
-    with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
-        for start in range(0, len(own.microbatches), at_once):
-            several = own.microbatches[start : start + at_once]
-            taken = ([samples[own.samples[row]] for row in rows] or [samples[0]] for rows in several)
-            microbatches = [pad(each) if prepare is None or cp > 1 else prepare(pad(each)) for each in taken]
+    with console.progress(f"evaluating {name}", len(share.samples), "samples") as advance:
+        for start in range(0, len(share.microbatches), at_once):
+            several = share.microbatches[start : start + at_once]
+            taken = ([samples[share.samples[row]] for row in rows] or [samples[0]] for rows in several)
+            microbatches = [pad(batch) if prepare is None or cp > 1 else prepare(pad(batch)) for batch in taken]
             if cp > 1 and not is_pipeline(model):  # which cuts those of a schedule step to one length
                 microbatches = [
                     context_parallel.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
@@ -250,10 +250,10 @@ def sum_terms(
                 ]
             microbatches = [to_device(microbatch, ranks.device) for microbatch in microbatches]
             with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
-                found = terms.of_all(model, microbatches)
-            for rows, each in zip(several, found, strict=True):
-                loss_names |= {term for term, (total, _) in each.items() if total.requires_grad}
-                add(found_of, each, counted=bool(rows), device=ranks.device)
+                results = terms.of_all(model, microbatches)
+            for rows, result in zip(several, results, strict=True):
+                loss_names |= {term for term, (total, _) in result.items() if total.requires_grad}
+                add(found_of, result, counted=bool(rows), device=ranks.device)
                 advance(len(rows))
     return gather(found_of, loss_names, ranks)
 
@@ -269,13 +269,13 @@ def add(found_of: dict[str, list[Tensor]], terms: Mapping[str, Term], *, counted
 def gather(found_of: Mapping[str, list[Tensor]], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
     """Return the sums over all ranks that work on different tokens, the same on each and in any order. Collective."""
     counted = found_of if ranks.is_counted else {}
-    told = ranks.gather(
+    parts = ranks.gather(
         ({name: torch.stack(pairs).tolist() if pairs else [] for name, pairs in counted.items()}, loss_names)
     )
-    every = {name: [pair for pairs, _ in told for pair in pairs.get(name, [])] for pairs, _ in told for name in pairs}
+    every = {name: [pair for pairs, _ in parts for pair in pairs.get(name, [])] for pairs, _ in parts for name in pairs}
     sums = {name: (rounded_sum(total for total, _ in pairs), rounded_sum(weight for _, weight in pairs))
             for name, pairs in every.items()}  # fmt: skip
-    return sums, set[str]().union(*(names for _, names in told))
+    return sums, set[str]().union(*(names for _, names in parts))
 
 
 def rounded_sum(values: Iterable[float]) -> float:
@@ -300,11 +300,11 @@ def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> 
     return row | {f"eval_{term}": quotient for term, quotient in quotients.items() if term != PAIR_NAME}
 
 
-def own_values(own: Callable[..., Any], event: Event, update: UpdateConfig) -> Row:
+def own_values(function: Callable[..., Any], event: Event, update: UpdateConfig) -> Row:
     """Return the numbers of the user's evaluation as columns. It runs as the sets do, without gradients."""
-    title = f"eval.function {getattr(own, '__name__', own)!r}"
+    title = f"eval.function {getattr(function, '__name__', function)!r}"
     with evaluating(event.model, OWN, event.device, eager=update.shapes is not None), blamed(title):
-        values = own(event)
+        values = function(event)
     if not isinstance(values, Mapping):
         raise MegabatchError(f"{title} returned a {type(values).__name__}; return a mapping of names to numbers")
     row: Row = {}
@@ -319,11 +319,11 @@ def own_values(own: Callable[..., Any], event: Event, update: UpdateConfig) -> R
 
 
 def split_set(
-    samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None, most: int | None = None
+    samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None, limit: int | None = None
 ) -> Plan:
     """Return this rank's microbatches of a set, as many as any other's. A pipeline fills all up to one shape.
 
-    ``most``: tokens of a microbatch, or one sample, at most.
+    ``limit``: tokens of a microbatch, or one sample, at most.
     """
     lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
     if tokens == "auto":
@@ -331,22 +331,22 @@ def split_set(
         lengths = [min(length, tokens or length) for length in lengths]
     if update.long_samples is not None and tokens is not None:  # a long sample runs alone and whole, without a graph
         lengths = [min(length, tokens) for length in lengths]
-    if most is not None and tokens is not None:
-        tokens = min(tokens, most)
+    if limit is not None and tokens is not None:
+        tokens = min(tokens, limit)
         lengths = [min(length, tokens) for length in lengths]
-    if most is not None and rows is not None:
-        rows = min(rows, max(1, most // max(1, *lengths)))
+    if limit is not None and rows is not None:
+        rows = min(rows, max(1, limit // max(1, *lengths)))
     if ranks.layout.pp > 1 and tokens is not None:
         plan(lengths, max_microbatch_tokens=tokens)  # refuses a sample that is longer
         rows, tokens = tokens // max(1, *lengths, 1), None
     if update.same_bits:
         dealt = deal_microbatches(lengths, ranks.dp_degree, CostModel().seconds, max_rows=rows, max_tokens=tokens)
-        mine = dealt[ranks.dp_rank]
-        samples = [index for each in mine for index in each]
+        groups = dealt[ranks.dp_rank]
+        samples = [index for group in groups for index in group]
         places = {index: place for place, index in enumerate(samples)}
-        own = [tuple(places[index] for index in each) for each in mine]
-        own += [()] * (max(map(len, dealt)) - len(own))
-        return Plan(tuple(own), tuple(lengths[index] for index in samples), tuple(samples))
+        microbatches = [tuple(places[index] for index in group) for group in groups]
+        microbatches += [()] * (max(map(len, dealt)) - len(microbatches))
+        return Plan(tuple(microbatches), tuple(lengths[index] for index in samples), tuple(samples))
     plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
     return plans[ranks.dp_rank]
 

@@ -53,7 +53,7 @@ class HardwareCheck(Callback):
         self._context, self._ranks, self._every = context, context.ranks, config.run.check_hardware_every or 1
         self._tolerance = TOLERANCES[config.model.compute_dtype or config.model.dtype]
         self._weights = dict(context.model.base.named_parameters())
-        self._trained = {name: each for name, each in self._weights.items() if each.requires_grad}
+        self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
         self._are_whole = not any(isinstance(weight, DTensor) for weight in self._weights.values())
         self._shows_sum = context.model.wrapper.name == "ddp" and config.update.accumulate_dtype is None
         self._second: list[Tensor] = []  # gradient of the update that is being made, from the other ranks
@@ -68,10 +68,10 @@ class HardwareCheck(Callback):
         if self._are_whole:
             self._compare_bits("weights", self._weights.items())
         shares = self._ranks.gather(list(batch))
-        self._second, others = self._gradient_of(shares, 1)
+        self._second, neighbor_sums = self._gradient_of(shares, 1)
         with self._added_up() as sums:
             forward_backward(batch)
-        self._compare_own(sums.tolist(), others, shares)
+        self._compare_own(sums.tolist(), neighbor_sums, shares)
         if self._shows_sum and self._ranks.size > 2:
             self._compare_bits("gradient", zip(self._trained, self._gradient(), strict=True))
         return None
@@ -80,7 +80,7 @@ class HardwareCheck(Callback):
         """Return the gradient of the update if each rank has the samples of the ``shift``-th after it, and its sums."""
         learner, device = self._context.learner, self._ranks.device
         samples = shares[(self._ranks.rank + shift) % self._ranks.size]
-        kept, drawn = [ModuleSnapshot(module) for module in self._context.model.base.modules()], generators(device)
+        snapshots, drawn = [ModuleSnapshot(module) for module in self._context.model.base.modules()], generators(device)
         with self._context.model.losses(), self._added_up() as sums:
             plan = halved(learner.gradient.plan(samples))
             learner.gradient.forward_backward(samples, self._context.loss_fn, plan=plan)
@@ -90,9 +90,9 @@ class HardwareCheck(Callback):
                 "run.check_hardware_every is set and the model draws random numbers by rank (dropout), so no other "
                 "rank can make its gradient; set the model's dropout to 0, or leave the key out"
             )
-        for each in kept:
-            each.put_back()
-        return [each.clone() for each in self._gradient()], sums.tolist()
+        for snapshot in snapshots:
+            snapshot.put_back()
+        return [part.clone() for part in self._gradient()], sums.tolist()
 
     @contextmanager
     def _added_up(self) -> Generator[Tensor]:
@@ -126,37 +126,37 @@ class HardwareCheck(Callback):
 
     def _gradient(self) -> list[Tensor]:
         """Return this rank's part of the gradient of the update."""
-        found = (torch.zeros_like(each) if each.grad is None else each.grad for each in self._trained.values())
-        return [(each.to_local() if isinstance(each, DTensor) else each).detach() for each in found]
+        gradients = (torch.zeros_like(part) if part.grad is None else part.grad for part in self._trained.values())
+        return [(gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach() for gradient in gradients]
 
-    def _compare_bits(self, what: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _compare_bits(self, title: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raise where a tensor that each rank holds whole has other bits on some rank."""
-        named = {name: each.detach().view(WHOLE[each.element_size()]) for name, each in tensors}
-        sums = torch.stack([each.sum(dtype=torch.int64) for each in named.values()]).tolist()  # one bit changes a sum
-        for name, *found in zip(named, *self._ranks.gather(sums), strict=True):
-            most, number = Counter(found).most_common(1)[0]
-            if number < len(found):
-                odd = {rank for rank, each in enumerate(found) if each != most or 2 * number <= len(found)}
-                self._fail(odd, f"{what} of {name} with other bits than elsewhere")
+        named = {name: tensor.detach().view(WHOLE[tensor.element_size()]) for name, tensor in tensors}
+        sums = torch.stack([total.sum(dtype=torch.int64) for total in named.values()]).tolist()  # one bit changes a sum
+        for name, *rank_sums in zip(named, *self._ranks.gather(sums), strict=True):
+            common, number = Counter(rank_sums).most_common(1)[0]
+            if number < len(rank_sums):
+                odd = {rank for rank, value in enumerate(rank_sums) if value != common or 2 * number <= len(rank_sums)}
+                self._fail(odd, f"{title} of {name} with other bits than elsewhere")
 
-    def _compare_own(self, sums: Sums, others: Sums, shares: list[list[Any]]) -> None:
+    def _compare_own(self, sums: Sums, neighbor_sums: Sums, shares: list[list[Any]]) -> None:
         """Raise where a rank's own gradient is not what its neighbor made of the same samples."""
-        if not self._odd_ranks([sums, others]):
+        if not self._odd_ranks([sums, neighbor_sums]):
             return
         self._context.learner.gradient.discard()
-        thrice = [sums, others, self._gradient_of(shares, 2)[1]]
+        thrice = [sums, neighbor_sums, self._gradient_of(shares, 2)[1]]
         self._fail(self._odd_ranks(thrice) if self._ranks.size > 1 else {0}, EVERYWHERE)
 
-    def _odd_ranks(self, mine: list[Sums]) -> set[int]:
-        """Return the ranks whose own gradient of a rank's samples is not what the others made; ``mine``: by shift."""
-        made, size, odd = self._ranks.gather(mine), self._ranks.size, set[int]()
+    def _odd_ranks(self, shifts: list[Sums]) -> set[int]:
+        """Return the ranks whose own gradient of a rank's samples is not what others made. ``shifts``: their sums."""
+        rank_sums, size, odd = self._ranks.gather(shifts), self._ranks.size, set[int]()
         for owner in range(size):
-            makers = [(owner - shift) % size for shift in range(len(mine))]
-            of_makers = [made[maker][shift] for shift, maker in enumerate(makers)]
-            norms = norms_of([min(each) for each in zip(*(squares for _, squares in of_makers), strict=True)])
-            for norm, *found in zip(norms, *(sums for sums, _ in of_makers), strict=True):
-                for maker, each in zip(makers, found, strict=True):
-                    near = sorted(abs(each - other) for other in found)[1]  # itself is the nearest
+            makers = [(owner - shift) % size for shift in range(len(shifts))]
+            of_makers = [rank_sums[maker][shift] for shift, maker in enumerate(makers)]
+            norms = norms_of([min(copies) for copies in zip(*(squares for _, squares in of_makers), strict=True)])
+            for norm, *values in zip(norms, *(sums for sums, _ in of_makers), strict=True):
+                for maker, value in zip(makers, values, strict=True):
+                    near = sorted(abs(value - peer) for peer in values)[1]  # itself is the nearest
                     odd |= set() if near <= self._tolerance * norm else {maker}
         return odd
 
@@ -165,32 +165,33 @@ class HardwareCheck(Callback):
         second, self._second = self._second, []
         if not second:  # not an update that is checked
             return
-        pairs = [(one.double(), two.double()) for one, two in zip(self._gradient(), second, strict=True)]
-        own, squares = ([float(each.square().sum()) for each in found]
-                        for found in ([one - two for one, two in pairs], [two for _, two in pairs]))  # fmt: skip
-        whole = own if self._are_whole else self._ranks.sum(own)
+        references = [reference.double() for reference in second]
+        differences = [part.double() - reference for part, reference in zip(self._gradient(), references, strict=True)]
+        local_squares, squares = ([float(part.square().sum()) for part in parts] for parts in (differences, references))
+        full_squares = local_squares if self._are_whole else self._ranks.sum(local_squares)
         norms = norms_of(squares if self._are_whole else self._ranks.sum(squares))
-        wrong = {rank for rank, each in enumerate(self._ranks.gather(self._is_beyond(own, norms))) if each}
-        if wrong or self._is_beyond(whole, norms):
+        faults = self._ranks.gather(self._is_beyond(local_squares, norms))
+        wrong = {rank for rank, is_wrong in enumerate(faults) if is_wrong}
+        if wrong or self._is_beyond(full_squares, norms):
             self._fail(wrong if len(wrong) < self._ranks.size else set(), EVERYWHERE)
 
     def _is_beyond(self, squares: Sequence[float], norms: Sequence[float]) -> bool:
         """Return True if the difference of some parameter is larger than rounding."""
-        return any(not math.sqrt(each) <= self._tolerance * norm for each, norm in zip(squares, norms, strict=True))
+        return any(not math.sqrt(square) <= self._tolerance * norm for square, norm in zip(squares, norms, strict=True))
 
     def _fail(self, odd: set[int], reason: str) -> None:
         """Raise the error on all ranks, with the ranks at fault where they are known."""
-        who = " or ".join(f"rank {rank} of {self._ranks.size}" for rank in sorted(odd)) or "a rank that is not known"
+        name = " or ".join(f"rank {rank} of {self._ranks.size}" for rank in sorted(odd)) or "a rank that is not known"
         raise CrashedError(
-            f"a fault of the hardware at {who}, found in update {self._context.step + 1}: {reason}; no step was "
+            f"a fault of the hardware at {name}, found in update {self._context.step + 1}: {reason}; no step was "
             "made: look at its device, and resume from the last checkpoint"
         )
 
 
 def norms_of(squares: Sequence[float]) -> list[float]:
     """Return the norm by which the difference of each parameter is judged, of squared norms."""
-    least = LEAST_SHARE * math.sqrt(sum(squares))
-    return [max(math.sqrt(square), least) for square in squares]
+    floor = LEAST_SHARE * math.sqrt(sum(squares))
+    return [max(math.sqrt(square), floor) for square in squares]
 
 
 def halved(plan: Plan) -> Plan:

@@ -121,24 +121,24 @@ class MeasuredDealing(Callback):
 
     def _settle_speeds(self, context: RunContext, dealing: Dealing) -> Dealing:
         """Return the dealing with the speeds, if they are worth it."""
-        found = self._meter.speeds()
-        if found is None or found.gain < LEAST_GAIN:
+        reading = self._meter.speeds()
+        if reading is None or reading.gain < LEAST_GAIN:
             return dealing
-        seconds = f"{found.balanced_seconds:.2g} s instead of {found.seconds:.2g} s ({found.gain:.0%} less)"
+        seconds = f"{reading.balanced_seconds:.2g} s instead of {reading.seconds:.2g} s ({reading.gain:.0%} less)"
         if self._uses_speeds:
             self._meter = SpeedMeter()  # after this, updates may be dealt otherwise
-            if not differ(found.speeds, dealing.speeds or (1.0,) * len(found.speeds)):
+            if not differ(reading.speeds, dealing.speeds or (1.0,) * len(reading.speeds)):
                 return dealing
             context.console.say(
-                f"updates are dealt by measured speeds from {context.step + 1} on: {found.names}; forward and backward "
-                f"should take {seconds}"
+                f"updates are dealt by measured speeds from {context.step + 1} on: {reading.names}; forward and "
+                f"backward should take {seconds}"
             )
-            return replace(dealing, speeds=found.speeds)
-        is_known = found.gain >= SAID_GAIN and self._num_updates > SAID_AFTER
+            return replace(dealing, speeds=reading.speeds)
+        is_known = reading.gain >= SAID_GAIN and self._num_updates > SAID_AFTER
         if is_known and not self._has_said and self._can_use_speeds(context):
             self._has_said = True
             context.console.say(
-                f'ranks differ in speed: {found.names}; with update.balance = "measured", forward and backward of an '
+                f'ranks differ in speed: {reading.names}; with update.balance = "measured", forward and backward of an '
                 f"update would take {seconds}"
             )
         return dealing
@@ -151,13 +151,13 @@ class MeasuredDealing(Callback):
         cost = context.learner.gradient.cost
         longest = max(context.plan.lengths, default=1)
         costs = context.ranks.gather(None if cost is None else numbers_of(relative_cost(cost, longest)))
-        known = next((each for each in costs if each is not None), None)
+        known = next((cost for cost in costs if cost is not None), None)
         return dealing if known is None else replace(dealing, cost=CostModel(*known))
 
 
-def differ(speeds: Sequence[float], others: Sequence[float]) -> bool:
+def differ(speeds: Sequence[float], former: Sequence[float]) -> bool:
     """Return True if the speed of a rank has changed by more than noise."""
-    return any(max(one / other, other / one) > LEAST_CHANGE for one, other in zip(speeds, others, strict=True))
+    return any(max(speed / old, old / speed) > LEAST_CHANGE for speed, old in zip(speeds, former, strict=True))
 
 
 def numbers_of(cost: CostModel) -> tuple[float, float, float]:

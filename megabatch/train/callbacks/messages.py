@@ -59,7 +59,7 @@ def plan_lines(context: RunContext) -> list[tuple[str, str]]:
     """Return the plan of the run and of its next update, each line with its subject; "": it goes on with the last."""
     config, data, ranks, num_updates = context.config, context.data, context.ranks, context.updates.num_updates
     plan = fill_up(context.plan)
-    split, *others = plan.explain().splitlines()
+    split, *details = plan.explain().splitlines()
     updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
     schedule, *more = notes(config, num_updates, data, ranks.dp_degree)
     if context.limit is None:
@@ -79,7 +79,7 @@ def plan_lines(context: RunContext) -> list[tuple[str, str]]:
         ("parallel", f"wrapper {context.model.wrapper.name}: {context.model.wrapper.reason}"),
         *titled("limit", limit_words),
         ("microbatches", which),
-        *(("", line) for line in others),
+        *(("", line) for line in details),
         ("", f"gradient accumulation steps (derived, for this update): {plan.num_microbatches}"),
     ]
 
@@ -98,9 +98,9 @@ def titled(subject: str, lines: Sequence[str]) -> list[tuple[str, str]]:
 def short_plan(lines: Sequence[tuple[str, str]], folder: Path) -> str:
     """Return the plan in 12 aligned lines at most: those that open a subject first."""
     by_weight = sorted(range(len(lines)), key=lambda place: (not lines[place][0], place))
-    kept = [lines[place] for place in sorted(by_weight[: MOST_PLAN_LINES - 1])]
-    rest = f"; {PLAN} there has all {len(lines)} lines of the plan" if len(kept) < len(lines) else ""
-    return "\n".join(f"{subject:<12}  {line}" for subject, line in [*kept, ("folder", f"{folder}{rest}")])
+    chosen = [lines[place] for place in sorted(by_weight[: MOST_PLAN_LINES - 1])]
+    note = f"; {PLAN} there has all {len(lines)} lines of the plan" if len(chosen) < len(lines) else ""
+    return "\n".join(f"{subject:<12}  {line}" for subject, line in [*chosen, ("folder", f"{folder}{note}")])
 
 
 def notes(config: Config, num_updates: NumUpdates, data: Data, dp_degree: int) -> list[str]:
@@ -124,10 +124,10 @@ def notes(config: Config, num_updates: NumUpdates, data: Data, dp_degree: int) -
         lines.append(
             "update.one_row takes longer than padding does, unless model.attention is " + " or ".join(ATTENTION_BY_ROWS)
         )
-    if (least := min(sizes.sizes)) < dp_degree:
+    if (smallest := min(sizes.sizes)) < dp_degree:
         lines.append(
-            f"an update of {count(least, 'sample')} has none for some of the {dp_degree} data ranks, which only wait "
-            "(update.global_batch_size)"
+            f"an update of {count(smallest, 'sample')} has none for some of the {dp_degree} data ranks, which only "
+            "wait (update.global_batch_size)"
         )
     return lines
 
@@ -169,8 +169,8 @@ def why_ended(context: RunContext) -> str:
         return f"stopped at run.max_steps = {step}; the data is enough for {num_updates.of_data} updates"
     if num_updates.of_data is None and step == num_updates.of_run:
         return f"stopped at run.max_steps = {step}"
-    given, epochs = config.update.global_batch_size, config.run.max_epochs
-    if not isinstance(given, int) and config.update.tail != "step":
+    batch_size, epochs = config.update.global_batch_size, config.run.max_epochs
+    if not isinstance(batch_size, int) and config.update.tail != "step":
         return f"the data ran out after {count(epochs, 'epoch')}; no whole update is left"
     size = sizes_of(config.update).largest
     if num_samples is not None and config.update.tail == "drop" and num_samples % size:
@@ -285,10 +285,10 @@ class FinalMessages(Callback):
                 context.console.say(f"{count(context.step, 'update')} in {duration_text(context.row['seconds'])}")
             if write_page(context.folder, context.console, "ended"):
                 context.console.say(f"a page to look at: {context.folder / FILE_NAME}")
-            folder, model = (shlex.quote(str(each)) for each in (context.folder, f"{context.folder}-model"))
-            others = shlex.quote(str(context.folder.parent))
+            folder, model = (shlex.quote(str(path)) for path in (context.folder, f"{context.folder}-model"))
+            parent = shlex.quote(str(context.folder.parent))
             context.console.say(
-                f"next: megabatch export {folder} --to {model}, or megabatch runs {others} to compare runs"
+                f"next: megabatch export {folder} --to {model}, or megabatch runs {parent} to compare runs"
             )
 
     def _show_completion(self, context: RunContext) -> None:

@@ -104,9 +104,9 @@ class NoiseScale(Callback):
     def start(self, context: RunContext) -> None:
         """Go on after the rows of the run."""
         rows = read_rows(context.folder / METRICS) if context.ranks.is_main else []
-        mine = [[row[NOISE], row[SIGNAL]] for row in rows if NOISE in row]
+        measurements = [[row[NOISE], row[SIGNAL]] for row in rows if NOISE in row]
         self._scale, self._size = Scale(), context.updates.size
-        for noise, signal in context.ranks.broadcast(mine):
+        for noise, signal in context.ranks.broadcast(measurements):
             self._scale.add(Measured(noise, signal))
 
     def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
@@ -137,13 +137,13 @@ class NoiseScale(Callback):
         values, update = context.values, context.update
         if part is None or update is None or not values["finite"]:
             return
-        whole = Sum(values["grad_norm"] ** 2, values["weight"])
-        found = measure_noise(part, whole, update.num_samples)
-        if found is None:
+        total = Sum(values["grad_norm"] ** 2, values["weight"])
+        measured = measure_noise(part, total, update.num_samples)
+        if measured is None:
             return
-        self._scale.add(found)
+        self._scale.add(measured)
         self._size = context.expected_samples  # not that of a short tail
-        context.row |= {NOISE: found.noise, SIGNAL: found.signal}
+        context.row |= {NOISE: measured.noise, SIGNAL: measured.signal}
         if self._scale.samples is not None:
             context.row[SCALE] = self._scale.samples
 
@@ -187,17 +187,17 @@ def halves(ids: Sequence[int | str], seed: int, step: int) -> list[list[int]]:
     It falls the same on any number of ranks. Samples are drawn whatever they are, and by themselves: halves of one size
     on each rank would be drawn from what was dealt by length.
     """
-    coins = [hashlib.sha256(f"{seed} {step} {each}".encode("utf-8", "surrogateescape")).digest()[0] & 1 for each in ids]
+    coins = [hashlib.sha256(f"{seed} {step} {name}".encode("utf-8", "surrogateescape")).digest()[0] & 1 for name in ids]
     return [[place for place, coin in enumerate(coins) if coin == half] for half in (0, 1)]
 
 
-def measure_noise(part: Sum, whole: Sum, num_samples: int) -> Measured | None:
+def measure_noise(part: Sum, total: Sum, num_samples: int) -> Measured | None:
     """Return the estimates of one update, or None if the part is nothing or all of it, or not finite."""
-    if not 0 < part.weight < whole.weight or not all(map(math.isfinite, (*part, *whole))):
+    if not 0 < part.weight < total.weight or not all(map(math.isfinite, (*part, *total))):
         return None
-    signal = (whole.weight * whole.square - part.weight * part.square) / (whole.weight - part.weight)
-    noise = (part.square - whole.square) / (1 / part.weight - 1 / whole.weight)
-    return Measured(noise * num_samples / whole.weight, signal)
+    signal = (total.weight * total.square - part.weight * part.square) / (total.weight - part.weight)
+    noise = (part.square - total.square) / (1 / part.weight - 1 / total.weight)
+    return Measured(noise * num_samples / total.weight, signal)
 
 
 @dataclass
@@ -208,11 +208,11 @@ class Scale:
     _noise: float = 0.0
     _signal: float = 0.0
 
-    def add(self, each: Measured) -> None:
+    def add(self, measured: Measured) -> None:
         """Take in another measurement; what was before counts less and less."""
-        self.measurements.append(each)
-        self._noise = KEPT * self._noise + each.noise
-        self._signal = KEPT * self._signal + each.signal
+        self.measurements.append(measured)
+        self._noise = KEPT * self._noise + measured.noise
+        self._signal = KEPT * self._signal + measured.signal
 
     @property
     def samples(self) -> float | None:
@@ -258,18 +258,18 @@ def error_of(values: Sequence[float]) -> float:
 
 def words_of(measurements: Sequence[Measured], size: int) -> list[str]:
     """Return two lines about updates of ``size`` samples, or none for too few measurements."""
-    found = estimate(measurements)
-    if found is None:
+    result = estimate(measurements)
+    if result is None:
         return []
     source = f"the last {len(measurements)} measurements of their noise (docs/batch-size.md)"
-    if found.samples is None:
+    if result.samples is None:
         return [
-            f"gradients agree up to more than {rounded(found.at_least)} samples an update, by {source}",
+            f"gradients agree up to more than {rounded(result.at_least)} samples an update, by {source}",
             f"updates of {size} were nearly all noise: how many more samples would serve cannot be told from them",
         ]
-    scale = found.samples
+    scale = result.samples
     return [
-        f"gradients agree up to some {rounded(scale)} samples an update, give or take {rounded(found.error)}, by "
+        f"gradients agree up to some {rounded(scale)} samples an update, give or take {rounded(result.error)}, by "
         f"{source}",
         f"updates had {size}: {advice(size / scale)}",
     ]

@@ -29,8 +29,8 @@ class SkipNonfinite(Callback):
         if reason is None:
             self._num_in_a_row = 0
             return
-        for each in self._kept:
-            each.put_back()
+        for snapshot in self._kept:
+            snapshot.put_back()
         names = names_of_update(context)
         context.row["num_samples"], context.row["skipped_samples"] = 0, len(names)
         self._log.append({"step": context.step, "reason": reason, "samples": names})

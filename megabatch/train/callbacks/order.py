@@ -18,67 +18,68 @@ from megabatch.train.records.update_logs import MicrobatchLog
 from megabatch.train.runtime.plugins import blamed, load_function
 
 
-def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks that the recipe asks for, and the user's ``own`` before evaluation.
+def make_callbacks(context: RunContext, own_callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks that the recipe asks for, and the user's ``own_callbacks`` before evaluation.
 
     Callbacks that add columns to `RunContext.row` come before `Metrics`, which logs it. Those that split an update
     into several calls come first: the first callback is the innermost of `around_backward`.
     """
-    config, ranks, made = context.config, context.ranks, list[Callback]()
+    config, ranks, callbacks = context.config, context.ranks, list[Callback]()
     is_replica = config.parallel.replicas is not None  # whose microbatches and samples are a part of the update's
     if context.checkpoint is not None and not is_replica:
-        made.append(RandomCheck())
+        callbacks.append(RandomCheck())
     if config.run.profile_steps and ranks.is_main:
-        made.append(Profiler(context))
+        callbacks.append(Profiler(context))
     if config.update.on_nonfinite != "raise":
         from megabatch.train.callbacks.nonfinite import SkipNonfinite
 
-        made.append(SkipNonfinite(context))
+        callbacks.append(SkipNonfinite(context))
     if config.optim.lr_follows_batch is not None:
-        made.append(BatchLearningRate())
+        callbacks.append(BatchLearningRate())
     if config.optim.ema_decay is not None:
         from megabatch.train.callbacks.ema import MovingAverage
 
-        made.append(MovingAverage(context))
+        callbacks.append(MovingAverage(context))
     is_joint = isinstance(context.loss_fn, JointLoss)  # its forwards and backwards are the library's own
     has_seconds = ranks.size > 1 and context.model.wrapper.name == "ddp" and ranks.layout.pp == 1 and not is_joint
     if has_seconds:
-        made.append(RankTiming(context))
+        callbacks.append(RankTiming(context))
     if ranks.dp_degree > 1 and (has_seconds or config.update.balance != "off" or config.update.cost is not None):
-        made.append(MeasuredDealing(context, has_seconds=has_seconds))
+        callbacks.append(MeasuredDealing(context, has_seconds=has_seconds))
     if config.update.max_microbatch_tokens == "auto":
-        made.append(MemoryCheck())
+        callbacks.append(MemoryCheck())
     if config.advice.every is not None:
         from megabatch.train.callbacks.noise_scale import NoiseScale
 
-        made.append(NoiseScale(context))
-    made.append(Metrics(context))
+        callbacks.append(NoiseScale(context))
+    callbacks.append(Metrics(context))
     if not is_replica:
-        made.append(MicrobatchLog(context))
+        callbacks.append(MicrobatchLog(context))
     if ranks.layout.pp == 1 and not is_joint and not is_replica:  # where a step is there to be marked
-        made.append(Timeline(context))
+        callbacks.append(Timeline(context))
     if config.run.check_hardware_every is not None:
         from megabatch.train.callbacks.hardware_check import HardwareCheck
 
-        made.append(HardwareCheck(context))
+        callbacks.append(HardwareCheck(context))
     if not config.data.num_workers and config.data.look_ahead is None and not is_replica:
-        made.append(LoadingCheck(context.updates))
-    made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context), FinalMessages()]
+        callbacks.append(LoadingCheck(context.updates))
+    callbacks += [EarlyStopping(context), PlanMessage(), *own_callbacks]
+    callbacks += [Evaluation(context), Checkpointing(context), FinalMessages()]
     if ranks.is_main:
         from megabatch.train.report.live import LivePage
 
-        made.append(LivePage())
-    return made
+        callbacks.append(LivePage())
+    return callbacks
 
 
 def load_callbacks(run: RunConfig) -> list[Callback]:
     """Return the user's callbacks: ``run.callbacks``, ``run.after_update`` and ``run.after_evaluation``."""
-    made = [load_callback(name) for name in run.callbacks]
+    callbacks = [load_callback(name) for name in run.callbacks]
     if run.after_update is not None:
-        made.append(listener("after_update", run.after_update))
+        callbacks.append(listener("after_update", run.after_update))
     if run.after_evaluation is not None:
-        made.append(listener("after_evaluation", run.after_evaluation))
-    return made
+        callbacks.append(listener("after_evaluation", run.after_evaluation))
+    return callbacks
 
 
 def load_callback(name: str) -> Callback:
@@ -89,16 +90,16 @@ def load_callback(name: str) -> Callback:
     """
     title, make = f"run.callbacks {name!r}", load_function(name, "run.callbacks")
     with blamed(title):
-        made = make()
-    if not isinstance(made, Callback):
+        callback = make()
+    if not isinstance(callback, Callback):
         raise MegabatchError(
-            f"{title} made a {type(made).__name__}; name a subclass of megabatch.train.Callback, or a function that "
-            "returns an instance of one"
+            f"{title} made a {type(callback).__name__}; name a subclass of megabatch.train.Callback, or a function "
+            "that returns an instance of one"
         )
     for event in EVENTS:  # around_backward surrounds the library and other callbacks, whose errors are not its own
-        if event != "around_backward" and getattr(type(made), event) is not getattr(Callback, event):
-            setattr(made, event, blamed(title)(getattr(made, event)))
-    return made
+        if event != "around_backward" and getattr(type(callback), event) is not getattr(Callback, event):
+            setattr(callback, event, blamed(title)(getattr(callback, event)))
+    return callback
 
 
 def listener(event: str, name: str) -> Callback:
