@@ -41,7 +41,7 @@ def draw_chart(path: Path, row: PlanRow, limit_bytes: int, title: str) -> None:
         seconds = [moment.seconds for moment in row.history]
         gib = [[moment.bytes.get(name, 0) / GIB for moment in row.history] for name in names]
         axes.stackplot(seconds, gib, labels=names, colors=[COLORS[name] for name in names], step="post", linewidth=0)
-        sums = [sum(each) for each in zip(*gib, strict=True)]
+        sums = [sum(parts) for parts in zip(*gib, strict=True)]
         top = max(sums)
         axes.plot(seconds[sums.index(top)], top, "o", color=INK, markersize=4, label=f"peak, {top:,.1f} GiB")
         if limit_bytes / GIB < 3 * top:

@@ -151,10 +151,10 @@ def measure_all_gather(device: torch.device, part_bytes: int) -> Figures:
     num, seconds = dist.get_world_size(), list[float]()
     for size in (SMALL_BYTES, part_bytes):
         part = torch.zeros(size, dtype=torch.uint8, device=device)
-        whole = torch.empty(size * num, dtype=torch.uint8, device=device)
+        output = torch.empty(size * num, dtype=torch.uint8, device=device)
 
-        def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> object:
-            return dist.all_gather_single(whole, part)
+        def gather(output: torch.Tensor = output, part: torch.Tensor = part) -> object:
+            return dist.all_gather_single(output, part)
 
         seconds.append(measure_seconds(gather, device))
     sent = [(num - 1) * size for size in (SMALL_BYTES, part_bytes)]  # by a rank in a ring

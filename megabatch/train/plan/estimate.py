@@ -274,8 +274,10 @@ def measure_experts(model: nn.Module, num_ranks: int = 1) -> ExpertSizes | None:
 
 def _count_parameters(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of parameters and of trained parameters."""
-    four_bits = [each for each in module.modules() if isinstance(each, FourBitLinear)]
-    stored = {id(part) for each in four_bits for name, part in each.named_parameters(recurse=False) if name != "bias"}
+    four_bits = [module for module in module.modules() if isinstance(module, FourBitLinear)]
+    stored = {
+        id(part) for module in four_bits for name, part in module.named_parameters(recurse=False) if name != "bias"
+    }
     parameters = [parameter for parameter in module.parameters() if id(parameter) not in stored]
     num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     frozen = sum(four_bit.in_features * four_bit.out_features for four_bit in four_bits)
@@ -312,11 +314,11 @@ def planned_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
 
 def _state_bytes(config: Config, optimizer: Optimizer, model: nn.Module) -> float:
     """Return the bytes of optimizer state and of EMA per trained parameter, measured by a step of small matrices."""
-    hidden, *_, head = [each for group in optimizer.param_groups for each in group["params"]]
-    matrices, rest = (sum(each.numel() for each in part) for part in split_parameters(model))
+    hidden, *_, head = [weight for group in optimizer.param_groups for weight in group["params"]]
+    matrices, num_others = (sum(weight.numel() for weight in part) for part in split_parameters(model))
     average = 0 if config.optim.ema_decay is None else max(head.dtype.itemsize, torch.float32.itemsize)
-    kept = matrices * _bytes_of(optimizer.state[hidden]) + rest * _bytes_of(optimizer.state[head])
-    return kept / head.numel() / max(1, matrices + rest) + average
+    state_bytes = matrices * _bytes_of(optimizer.state[hidden]) + num_others * _bytes_of(optimizer.state[head])
+    return state_bytes / head.numel() / max(1, matrices + num_others) + average
 
 
 def _bytes_of(state: Mapping[str, object]) -> int:
@@ -365,15 +367,16 @@ def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens:
     message = message_seconds(message_bytes, [0, next_rank], device) / compute_seconds * num
     order = share.schedule, share.num_ranks, share.per_rank, num
     alone, bubble = (
-        estimate_bubble(*order, recomputes=bool(choice.recompute), message=each) for each in (0.0, round(message, 2))
+        estimate_bubble(*order, recomputes=bool(choice.recompute), message=seconds)
+        for seconds in (0.0, round(message, 2))
     )
-    worst = max(first, last, key=lambda each: each.peak_bytes)
+    worst = max(first, last, key=lambda end: end.peak_bytes)
     more = choice.num_steps
     return Estimate(
         worst.peak_bytes,
-        max(each.sent_bytes for each in update) + choice.num_microbatches * message_bytes,
+        max(end.sent_bytes for end in update) + choice.num_microbatches * message_bytes,
         more * compute_seconds,
-        max(each.traffic_seconds for each in update),
+        max(end.traffic_seconds for end in update),
         more * max(first.awaited_seconds, last.awaited_seconds) + choice.bubbles * (bubble - alone) * compute_seconds,
         alone * choice.bubbles / more,
     )
@@ -477,15 +480,15 @@ def _most_gathered(choice: Choice, sizes: ModelSizes) -> float:
 def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     """Return the bytes that layers keep for the backward, and those of a chunk's logits and gradient in float32."""
     features = tokens * sizes.num_hidden * sizes.compute_bytes / (sizes.num_cut if sizes.cuts_stream else 1)
-    least = MIN_KEPT if sizes.num_trained == sizes.num_parameters else MIN_KEPT // 2  # frozen matrices keep nothing
+    share = MIN_KEPT if sizes.num_trained == sizes.num_parameters else MIN_KEPT // 2  # frozen matrices keep nothing
     cut = 1 if sizes.cuts_stream else sizes.num_cut  # what matrices keep is cut in any case
-    each = features if choice.recompute else least / cut * features
+    layer_bytes = features if choice.recompute else share / cut * features
     logits = 2 * 4 * min(tokens, sizes.num_logit_tokens) * sizes.num_vocabulary
-    kept = sizes.num_kept * each + logits / (sizes.num_cut if sizes.cuts_logits else 1)
+    num_bytes = sizes.num_kept * layer_bytes + logits / (sizes.num_cut if sizes.cuts_logits else 1)
     if sizes.pipeline is None:
-        return kept
+        return num_bytes
     received = choice.num_microbatches * tokens * sizes.num_hidden * sizes.compute_bytes  # all have buffers
-    return kept + (sizes.pipeline.num_held(choice.num_microbatches) - 1) * sizes.num_kept * each + received
+    return num_bytes + (sizes.pipeline.num_held(choice.num_microbatches) - 1) * sizes.num_kept * layer_bytes + received
 
 
 def _num_gathered(choice: Choice, sizes: ModelSizes) -> int:

@@ -61,33 +61,33 @@ class Choice:
         """Microbatches of the update, by those of the largest schedule step."""
         return self.num_microbatches / self.largest_step.num_microbatches
 
-    def differs_in_sync(self, other: "Choice") -> bool:
+    def differs_in_sync(self, choice: "Choice") -> bool:
         """Return True for choices that differ in the policy alone. What "gather_once" gathers is never freed early."""
-        reshard = self.reshard if GATHER_ONCE in (self.sync, other.sync) else other.reshard
-        return replace(other, sync=self.sync, reshard=reshard) == self
+        reshard = self.reshard if GATHER_ONCE in (self.sync, choice.sync) else choice.reshard
+        return replace(choice, sync=self.sync, reshard=reshard) == self
 
-    def needs_as_much_as(self, other: "Choice") -> bool:
-        """Return True if this needs at least the memory of ``other`` for any model.
+    def needs_as_much_as(self, choice: "Choice") -> bool:
+        """Return True if this needs at least the memory of ``choice`` for any model.
 
-        Gradients that ``other`` keeps between microbatches are not counted.
+        Gradients that ``choice`` keeps between microbatches are not counted.
         """
-        keeps_more = other.sync in WRAPPERS_OWN and (self.sync == "last" or other.reshard)
+        keeps_more = choice.sync in WRAPPERS_OWN and (self.sync == "last" or choice.reshard)
         return (
-            self.micro_batch_size >= other.micro_batch_size
-            and (self.sync == other.sync or keeps_more)
-            and self.reshard <= other.reshard
-            and (self.recompute == other.recompute or not self.recompute)
+            self.micro_batch_size >= choice.micro_batch_size
+            and (self.sync == choice.sync or keeps_more)
+            and self.reshard <= choice.reshard
+            and (self.recompute == choice.recompute or not self.recompute)
         )
 
-    def takes_no_longer_than(self, other: "Choice") -> bool:
-        """Return True if this computes and gathers at most what ``other`` does, in at most as many microbatches."""
+    def takes_no_longer_than(self, choice: "Choice") -> bool:
+        """Return True if this computes and gathers at most what ``choice`` does, in at most as many microbatches."""
         return (
-            self.micro_batch_size >= other.micro_batch_size
-            and self.num_microbatches <= other.num_microbatches
-            and self.sync == other.sync
-            and self.reshard <= other.reshard
-            and (self.recompute == other.recompute or not self.recompute)
-            and (self.fill == other.fill == 1 or self._computed <= other._computed)
+            self.micro_batch_size >= choice.micro_batch_size
+            and self.num_microbatches <= choice.num_microbatches
+            and self.sync == choice.sync
+            and self.reshard <= choice.reshard
+            and (self.recompute == choice.recompute or not self.recompute)
+            and (self.fill == choice.fill == 1 or self._computed <= choice._computed)
         )
 
     @property
@@ -145,9 +145,9 @@ class UpdateLengths:
         most_tokens = limit.micro_batch_size * self.longest_tokens
         if self.parallel.pp > 1:
             return self._split_in_steps(shares, limit, most_tokens)
-        found = [self._count_microbatches(ranks, limit) for ranks in shares]
-        num_microbatches = max(1, round(mean(num for num, _ in found)))
-        return Split(num_microbatches, mean(tokens for _, tokens in found) / (num_microbatches * most_tokens))
+        counts = [self._count_microbatches(ranks, limit) for ranks in shares]
+        num_microbatches = max(1, round(mean(num for num, _ in counts)))
+        return Split(num_microbatches, mean(tokens for _, tokens in counts) / (num_microbatches * most_tokens))
 
     def balance(self, limit: Limit, dp_degree: int) -> Balance:
         """Return how evenly an update is dealt over the data ranks."""
@@ -189,9 +189,9 @@ class UpdateLengths:
         updates = [plan_steps([rank.lengths for rank in ranks], *order, **limit.as_keys()) for ranks in shares]
         num_microbatches = max(1, round(mean(sum(step.num_microbatches for step in steps) for steps in updates)))
         num_together = min(num_microbatches, max(step.num_microbatches for steps in updates for step in steps))
-        computed = mean(sum(each.num_microbatches * each.rows * each.length for each in steps) for steps in updates)
+        computed = mean(sum(step.num_microbatches * step.rows * step.length for step in steps) for steps in updates)
         fill = computed / (num_microbatches * most_tokens)
-        filling = mean(sum(each.rows * each.length for each in steps) for steps in updates) / most_tokens
+        filling = mean(sum(step.rows * step.length for step in steps) for steps in updates) / most_tokens
         return Split(num_microbatches, fill, num_together, filling / fill)
 
 
@@ -211,7 +211,7 @@ class Grid:
 
     def choices(self) -> list[Choice]:
         """Return every choice."""
-        found: list[Choice] = []
+        choices: list[Choice] = []
         limits: dict[tuple[int, Split], Limit] = {}
         for limit in self.limits:
             limits.setdefault((limit.micro_batch_size, self._split(limit)), limit)
@@ -221,10 +221,10 @@ class Grid:
             num, fill, num_together, bubbles = split
             sync = self.syncs[0] if num == 1 else sync  # a single microbatch is reduced at its end anyway
             reshard = reshard and sync != GATHER_ONCE
-            found.append(
+            choices.append(
                 Choice(size, num, sync, reshard, recompute, self.fused, fill, num_together, bubbles, limit.tokens)
             )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(choices))
 
     def _split(self, limit: Limit) -> Split:
         if self.lengths is None:
@@ -255,12 +255,12 @@ def build_grid(
     if wrapped in ("fsdp2", "hsdp"):
         is_stated = "parallel.reshard_after_forward" in stated
         reshards = (config.parallel.reshard_after_forward,) if is_stated else (True, False)
-    own = config.model.activation_checkpointing
-    recomputes = (False, True) if isinstance(own, bool) else (False, own, True)
+    recompute = config.model.activation_checkpointing
+    recomputes = (False, True) if isinstance(recompute, bool) else (False, recompute, True)
     # A module may not have it, and chunks keep no keys under it.
     is_fixed = config.model.function is not None or config.update.long_samples is not None
     if "model.activation_checkpointing" in stated or is_fixed:
-        recomputes = (own,)
+        recomputes = (recompute,)
     lengths = UpdateLengths(updates, length_tokens, config.update.one_row, config.parallel) if updates else None
     if num_chunks > 1:
         limits = [Limit(1, length_tokens)]
@@ -276,11 +276,11 @@ def _limits(
     config: Config, stated: Collection[str], samples_per_rank: int, length_tokens: int, *, is_ragged: bool
 ) -> list[Limit]:
     """Return the recipe's own limit, powers of two and all of a rank's samples; in tokens, those of the longest."""
-    own, cap = config.update.micro_batch_size, config.update.max_microbatch_tokens
-    if own is not None and "update.micro_batch_size" in stated:
-        return [Limit(min(own, samples_per_rank))]
+    size_of_recipe, cap = config.update.micro_batch_size, config.update.max_microbatch_tokens
+    if size_of_recipe is not None and "update.micro_batch_size" in stated:
+        return [Limit(min(size_of_recipe, samples_per_rank))]
     powers = {2**power for power in range(samples_per_rank.bit_length())}
-    sizes = sorted({size for size in (*powers, own or 1, samples_per_rank) if size <= samples_per_rank})
+    sizes = sorted({size for size in (*powers, size_of_recipe or 1, samples_per_rank) if size <= samples_per_rank})
     if cap is None:
         return [Limit(size) for size in sizes]
     limits = [Limit(size, size * length_tokens) for size in sizes]

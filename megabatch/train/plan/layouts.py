@@ -62,8 +62,8 @@ def pipeline_degrees(model: Any, config: Config, request: PlanRequest) -> list[i
     except MegabatchError:
         return [1]
     # Each stage needs a layer, and a pipeline as many microbatches as ranks.
-    most = min(MAX_STAGES, sizes_of(config.update).largest, model.config.num_hidden_layers // per_rank(parallel))
-    return [2**power for power in range(max(1, most).bit_length())]
+    limit = min(MAX_STAGES, sizes_of(config.update).largest, model.config.num_hidden_layers // per_rank(parallel))
+    return [2**power for power in range(max(1, limit).bit_length())]
 
 
 def propose_layouts(
@@ -80,10 +80,10 @@ def propose_layouts(
         num_experts: Of a layer, which may be dealt out over ranks.
     """
     stated = [key.removeprefix("parallel.") for key in request.stated_keys if key.startswith("parallel.")]
-    least = 2 if "cp" in stated else MIN_STRETCH_TOKENS
-    keys = _layouts(parallel, request, "sequence_parallel" in stated, length_tokens // least, stages, num_experts)
-    found = [parallel.model_copy(update=each) for each in keys]
-    return [each for each in found if all(getattr(each, key) == getattr(parallel, key) for key in stated)]
+    min_tokens = 2 if "cp" in stated else MIN_STRETCH_TOKENS
+    keys = _layouts(parallel, request, "sequence_parallel" in stated, length_tokens // min_tokens, stages, num_experts)
+    layouts = [parallel.model_copy(update=update) for update in keys]
+    return [layout for layout in layouts if all(getattr(layout, key) == getattr(parallel, key) for key in stated)]
 
 
 def _layouts(

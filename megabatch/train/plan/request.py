@@ -58,7 +58,7 @@ def read_request(options: Iterable[tuple[str, str]], overrides: Sequence[str]) -
         world=_read_count("world", values.get("world", "1")),
         device=device,
         memory_bytes=read_bytes("--memory", values["memory"]) if "memory" in values else device.memory_bytes,
-        length_tokens=_read_count("length", values["length"], least=2) if "length" in values else None,
+        length_tokens=_read_count("length", values["length"], lowest=2) if "length" in values else None,
         layouts="layouts" in values,
         as_json="json" in values,
         chart=_read_chart(values["chart"]) if "chart" in values else None,
@@ -79,16 +79,16 @@ def _read_device(text: str) -> Device:
     return read_device(path) if path.suffix == ".toml" or path.is_file() else device_named(text)
 
 
-def _read_count(name: str, text: str, *, least: int = 1) -> int:
-    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
-        raise MegabatchError(f"--{name} is {text[:40]!r}; it must be a whole number of at least {least}")
+def _read_count(name: str, text: str, *, lowest: int = 1) -> int:
+    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < lowest:
+        raise MegabatchError(f"--{name} is {text[:40]!r}; it must be a whole number of at least {lowest}")
     return int(text)
 
 
 def _read_tokens(text: str) -> float:
     """Read a number of tokens: 300M, 15B, 1.5T."""
-    found = TOKENS.fullmatch(text.strip())
-    number = 0.0 if found is None else float(found[1]) * UNITS[found[2].upper()]
+    match = TOKENS.fullmatch(text.strip())
+    number = 0.0 if match is None else float(match[1]) * UNITS[match[2].upper()]
     if not 1 <= number < 10**MOST_DIGITS:
         raise MegabatchError(f"--tokens is {text[:40]!r}; write a number of tokens, 300M, 15B or 1.5T say")
     return number

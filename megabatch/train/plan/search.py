@@ -109,13 +109,13 @@ class PlanRow:
 
 
 def search_choices(
-    simulators: Sequence[Simulator], limit_bytes: int, advance: Callable[[int], None], most: int = MAX_SIMULATIONS
+    simulators: Sequence[Simulator], limit_bytes: int, advance: Callable[[int], None], limit: int = MAX_SIMULATIONS
 ) -> list[PlanRow]:
     """Return a row for every choice of every layout, the best first.
 
     Raises `MegabatchError` for what cannot be simulated.
     """
-    search = _Search(simulators, limit_bytes, most)
+    search = _Search(simulators, limit_bytes, limit)
     while (wanted := search.next_candidate()) is not None:
         search.simulate(wanted)
         advance(1)
@@ -139,57 +139,57 @@ def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
 def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> PlanRow:
     """Simulate a choice and return its row."""
     with silence():
-        found = simulator.simulate(choice)
-    needed_bytes = reserved_bytes(found)
-    fits, why = judge_memory(found, limit_bytes, needed_bytes)
+        simulated = simulator.simulate(choice)
+    needed_bytes = reserved_bytes(simulated)
+    fits, why = judge_memory(simulated, limit_bytes, needed_bytes)
     return PlanRow(
-        choice, fits, why, found.peak_bytes, needed_bytes, with_margin(needed_bytes, found.device),
-        found.sent_bytes, found.seconds, found.bound, SIMULATION,
-        choice.most_tokens(simulator.sample.length_tokens), found.at_peak, found.where, found.history,
-        is_least=simulator.is_least, parallel=simulator.config.parallel, work=_work_of(found),
-        host_bytes=found.host_bytes, update_tokens=simulator.update_tokens,
+        choice, fits, why, simulated.peak_bytes, needed_bytes, with_margin(needed_bytes, simulated.device),
+        simulated.sent_bytes, simulated.seconds, simulated.bound, SIMULATION,
+        choice.most_tokens(simulator.sample.length_tokens), simulated.at_peak, simulated.where, simulated.history,
+        is_least=simulator.is_least, parallel=simulator.config.parallel, work=_work_of(simulated),
+        host_bytes=simulated.host_bytes, update_tokens=simulator.update_tokens,
     )  # fmt: skip
 
 
-def _work_of(found: Simulated) -> Work:
-    phases = [(found.times[name], phase) for name, phase in found.phases.items()]
+def _work_of(simulated: Simulated) -> Work:
+    phases = [(simulated.times[name], phase) for name, phase in simulated.phases.items()]
     awaited = sum(times * phase.fill * phase.awaited_seconds for times, phase in phases)
     host, overlapped, idle, copies = (
         sum(times * getattr(phase, f"{name}_seconds") for times, phase in phases)
         for name in ("host", "overlapped", "idle", "copy")
     )
-    step = found.phases["step"]
+    step = simulated.phases["step"]
     launches = step.host_seconds - step.cpu_seconds
-    bubble = idle / (found.seconds - idle)
+    bubble = idle / (simulated.seconds - idle)
     return Work(
-        found.compute_seconds, host - step.cpu_seconds, overlapped, copies, awaited, step.compute_seconds,
+        simulated.compute_seconds, host - step.cpu_seconds, overlapped, copies, awaited, step.compute_seconds,
         launches, step.cpu_seconds, bubble,
     )  # fmt: skip
 
 
-def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple[str, str]:
+def judge_memory(simulated: Simulated, limit_bytes: int, needed_bytes: int) -> tuple[str, str]:
     """Return if a simulated update fits, and why; ``needed_bytes`` are its `reserved_bytes`."""
     limit = gib_text(limit_bytes)
-    if found.peak_bytes > limit_bytes:
-        return NO, f"{gib_text(found.peak_bytes)} alive at once in {found.where}, {limit} there"
-    if found.device.is_cpu:
-        return YES, f"{gib_text(found.peak_bytes)} of {limit}"
-    margined_bytes = with_margin(needed_bytes, found.device)
-    with_it = f"{gib_text(margined_bytes)} with the margin of {found.device.margin:.1%}"
+    if simulated.peak_bytes > limit_bytes:
+        return NO, f"{gib_text(simulated.peak_bytes)} alive at once in {simulated.where}, {limit} there"
+    if simulated.device.is_cpu:
+        return YES, f"{gib_text(simulated.peak_bytes)} of {limit}"
+    margined_bytes = with_margin(needed_bytes, simulated.device)
+    with_it = f"{gib_text(margined_bytes)} with the margin of {simulated.device.margin:.1%}"
     if margined_bytes <= limit_bytes:
         return YES, f"{gib_text(needed_bytes)} reserved of {limit}, {with_it}"
     if needed_bytes <= limit_bytes:
         return TIGHT, f"{gib_text(needed_bytes)} reserved of {limit}, but {with_it}"
-    if found.reserved(limit_bytes, expandable=True).fits:
+    if simulated.reserved(limit_bytes, expandable=True).fits:
         return TIGHT, f"its cache does not fit into {limit} in pieces; set {EXPANDABLE}"
-    if (reserved := found.reserved(limit_bytes)).fits:
+    if (reserved := simulated.reserved(limit_bytes)).fits:
         return TIGHT, f"the allocator runs out of {limit} and gives back its cache, {reserved.retries} times"
-    return NO, f"the pieces that {gib_text(found.peak_bytes)} come in do not fit into {limit}"
+    return NO, f"the pieces that {gib_text(simulated.peak_bytes)} come in do not fit into {limit}"
 
 
-def reserved_bytes(found: Simulated) -> int:
+def reserved_bytes(simulated: Simulated) -> int:
     """Return what the allocator would take of unlimited memory; on a CPU, the bytes alive."""
-    return found.peak_bytes if found.device.is_cpu else found.reserved().peak_bytes
+    return simulated.peak_bytes if simulated.device.is_cpu else simulated.reserved().peak_bytes
 
 
 def with_margin(num_bytes: int, device: Device) -> int:
@@ -209,11 +209,13 @@ class _Candidate:
 class _Search:
     """Candidates and the rows of those that have been simulated."""
 
-    def __init__(self, simulators: Sequence[Simulator], limit_bytes: int, most: int) -> None:
-        self._limit_bytes, self._most, self._has_layouts = limit_bytes, most, len(simulators) > 1
+    def __init__(self, simulators: Sequence[Simulator], limit_bytes: int, max_simulations: int) -> None:
+        self._limit_bytes, self._most, self._has_layouts = limit_bytes, max_simulations, len(simulators) > 1
         self.rows: dict[_Candidate, PlanRow] = {}
         self.candidates = [
-            _Candidate(each, choice, each.estimate(choice)) for each in simulators for choice in each.grid.choices()
+            _Candidate(simulator, choice, simulator.estimate(choice))
+            for simulator in simulators
+            for choice in simulator.grid.choices()
         ]
 
     def simulate(self, candidate: _Candidate) -> None:
@@ -221,11 +223,12 @@ class _Search:
         try:
             self.rows[candidate] = run_simulation(candidate.simulator, self._limit_bytes, candidate.choice)
         except MegabatchError:
-            others = [each for each in self.candidates if each.simulator is not candidate.simulator]
-            if not others:
+            lost = candidate.simulator
+            candidates = [remaining for remaining in self.candidates if remaining.simulator is not lost]
+            if not candidates:
                 raise
-            self.candidates = others
-            self.rows = {each: row for each, row in self.rows.items() if each.simulator is not candidate.simulator}
+            self.candidates = candidates
+            self.rows = {simulated: row for simulated, row in self.rows.items() if simulated.simulator is not lost}
 
     def next_candidate(self) -> _Candidate | None:
         """Return the candidate that may be the fastest of those that seem to fit; None if the best is known."""
@@ -241,7 +244,7 @@ class _Search:
         if not self.rows:  # a small microbatch with its activations says most of the others
             return min(is_open, key=_smallest_first, default=None)
         if best is not None:
-            is_open = [each for each in is_open if self._may_win(each, best)]
+            is_open = [opening for opening in is_open if self._may_win(opening, best)]
         return min(is_open, key=self._most_promising, default=None)
 
     def all_rows(self) -> list[PlanRow]:
@@ -250,14 +253,14 @@ class _Search:
 
     def _best(self) -> _Candidate | None:
         """Return the fastest candidate that fits."""
-        fitting = [each for each, row in self.rows.items() if row.fits == YES]
-        return min(fitting, key=lambda each: self.rows[each].seconds, default=None)
+        fitting = [candidate for candidate, row in self.rows.items() if row.fits == YES]
+        return min(fitting, key=lambda candidate: self.rows[candidate].seconds, default=None)
 
     def _least_bytes(self, candidate: _Candidate) -> int:
         """Return a lower bound of the memory, by the estimate and by simulations that need no more."""
         sizes = candidate.simulator.sizes
         held = candidate.simulator.num_held
-        rows = [row for each, row in self.rows.items() if each.simulator is candidate.simulator]
+        rows = [row for simulated, row in self.rows.items() if simulated.simulator is candidate.simulator]
         rows = [row for row in rows if held(candidate.choice) >= held(row.choice)]
         bounds = [min_peak_bytes(candidate.choice, row, sizes.head_bytes) for row in rows]
         return max(int(candidate.estimate.peak_bytes * CERTAIN), *bounds, 0)
@@ -274,9 +277,10 @@ class _Search:
         return self._is_faster(candidate, near, best)
 
     def _is_faster(self, candidate: _Candidate, near: _Candidate, best: _Candidate) -> bool:
-        fitting = [each for each, row in self.rows.items() if row.fits == YES and each.simulator is candidate.simulator]
-        is_pipeline = bool(candidate.simulator.ends)  # which fewer microbatches leave idle for longer
-        if not is_pipeline and any(each.choice.takes_no_longer_than(candidate.choice) for each in fitting):
+        simulator = candidate.simulator
+        fitting = [rival for rival, row in self.rows.items() if row.fits == YES and rival.simulator is simulator]
+        is_pipeline = bool(simulator.ends)  # which fewer microbatches leave idle for longer
+        if not is_pipeline and any(rival.choice.takes_no_longer_than(candidate.choice) for rival in fitting):
             return False
         return self._least_seconds(candidate, near) < self.rows[best].seconds
 
@@ -290,11 +294,11 @@ class _Search:
         """Return the simulated candidate to calibrate by."""
         choice = candidate.choice
 
-        def distance(each: _Candidate) -> tuple[Any, ...]:
-            steps = abs(each.choice.micro_batch_size.bit_length() - choice.micro_batch_size.bit_length())
+        def distance(simulated: _Candidate) -> tuple[Any, ...]:
+            steps = abs(simulated.choice.micro_batch_size.bit_length() - choice.micro_batch_size.bit_length())
             return (
-                each.simulator is not candidate.simulator, each.choice.recompute != choice.recompute, steps,
-                each.choice.sync != choice.sync, each.choice.reshard != choice.reshard,
+                simulated.simulator is not candidate.simulator, simulated.choice.recompute != choice.recompute, steps,
+                simulated.choice.sync != choice.sync, simulated.choice.reshard != choice.reshard,
             )  # fmt: skip
 
         return min(self.rows, key=distance)
@@ -305,18 +309,18 @@ class _Search:
 
     def _seconds(self, candidate: _Candidate, near: _Candidate) -> float:
         """Return the estimated seconds, calibrated by a simulation."""
-        work, mine, other = self.rows[near].work, candidate.estimate, near.estimate
+        work, estimate, near_estimate = self.rows[near].work, candidate.estimate, near.estimate
         assert work is not None  # of a simulation
-        compute = (work.compute - work.compute_of_step) * mine.compute_seconds / other.compute_seconds
+        compute = (work.compute - work.compute_of_step) * estimate.compute_seconds / near_estimate.compute_seconds
         microbatches = candidate.choice.num_microbatches / near.choice.num_microbatches
         forwards = (3 + bool(candidate.choice.recompute)) / (3 + bool(near.choice.recompute))  # a backward is two
         layers = candidate.simulator.num_layers / max(1, near.simulator.num_layers) or 1
         host = (work.host - work.host_of_step) * microbatches * forwards * layers
         is_alike = near.simulator is candidate.simulator
-        traffic = mine.traffic_seconds * (_ratio(work.traffic, other.traffic_seconds) if is_alike else 1)
-        copies = mine.copy_seconds * (_ratio(work.copies, other.copy_seconds) if is_alike else 1)
-        awaited = mine.awaited_seconds * (_ratio(work.awaited, other.awaited_seconds) if is_alike else 1)
-        bubble = mine.bubble * (_ratio(work.bubble, other.bubble) if is_alike else 1)
+        traffic = estimate.traffic_seconds * (_ratio(work.traffic, near_estimate.traffic_seconds) if is_alike else 1)
+        copies = estimate.copy_seconds * (_ratio(work.copies, near_estimate.copy_seconds) if is_alike else 1)
+        awaited = estimate.awaited_seconds * (_ratio(work.awaited, near_estimate.awaited_seconds) if is_alike else 1)
+        bubble = estimate.bubble * (_ratio(work.bubble, near_estimate.bubble) if is_alike else 1)
         is_cpu = candidate.simulator.device.is_cpu
         busy = busy_seconds(compute + work.compute_of_step, host + work.host_of_step, traffic, is_cpu=is_cpu)
         return max(busy, copies) * (1 + bubble) + awaited + work.cpu_of_step
@@ -342,11 +346,11 @@ class _Search:
         """Return the row of a candidate without a simulation."""
         estimate, limit = candidate.estimate, gib_text(self._limit_bytes)
         near = self._nearest(candidate) if self.rows else None
-        peak = needed = least = self._least_bytes(candidate)
+        peak = needed = bound = self._least_bytes(candidate)
         margined = with_margin(needed, candidate.simulator.device)
-        fits, why = NO, f"at least {gib_text(least)} alive at once, {limit} there"
-        if near is not None and least <= self._limit_bytes:
-            needed = max(least, self._needed_bytes(candidate, near))
+        fits, why = NO, f"at least {gib_text(bound)} alive at once, {limit} there"
+        if near is not None and bound <= self._limit_bytes:
+            needed = max(bound, self._needed_bytes(candidate, near))
             peak = int(needed * self.rows[near].peak_bytes / self.rows[near].reserved_bytes)
             margined = with_margin(needed, candidate.simulator.device)
             fits = YES if margined <= self._limit_bytes else TIGHT if peak <= self._limit_bytes else NO
@@ -355,7 +359,7 @@ class _Search:
             candidate.choice, fits, why, peak, needed, margined, estimate.sent_bytes,
             estimate.seconds if near is None else self._seconds(candidate, near), estimate.bound, CLOSED_FORM,
             candidate.choice.most_tokens(candidate.simulator.sample.length_tokens),
-            is_least=least > self._limit_bytes, parallel=candidate.simulator.config.parallel,
+            is_least=bound > self._limit_bytes, parallel=candidate.simulator.config.parallel,
             update_tokens=candidate.simulator.update_tokens,
         )  # fmt: skip
 
@@ -380,8 +384,8 @@ def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:
     is_other_sync = choice.sync != row.choice.sync  # whose gradients are reduced at other times
     is_between = choice.num_microbatches == 1 < row.choice.num_microbatches  # microbatches: gradients are kept
     names = ("gradients", "unsharded gradients") if is_other_sync or is_between else ()
-    kept = sum(row.at_peak.get(name, 0) for name in (*names, *["communication"] * is_other_sync))
+    fixed = sum(row.at_peak.get(name, 0) for name in (*names, *["communication"] * is_other_sync))
     more = choice.micro_batch_size / row.choice.micro_batch_size - 1
     # With recomputation most activations are of the head and of one layer, and their peak moves.
     kept_bytes = 0 if row.choice.recompute else max(0, row.at_peak.get("activations", 0) - fixed_bytes)
-    return int(row.peak_bytes - kept + more * GROWN * kept_bytes)
+    return int(row.peak_bytes - fixed + more * GROWN * kept_bytes)

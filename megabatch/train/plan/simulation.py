@@ -249,8 +249,8 @@ class Simulator:
             return self._simulate(choice, self.repeats)
         first, last = (self._simulate_end(choice.largest_step, end) for end in self.ends)
         share = self.ends[0].share
-        found = join_ranks(first, last, share.schedule, share.num_ranks, share.per_rank)
-        return found.in_schedule_steps(choice.num_steps, choice.bubbles) if choice.num_together else found
+        simulated = join_ranks(first, last, share.schedule, share.num_ranks, share.per_rank)
+        return simulated.in_schedule_steps(choice.num_steps, choice.bubbles) if choice.num_together else simulated
 
     @property
     def num_ranks(self) -> int:
@@ -277,18 +277,18 @@ class Simulator:
         """Simulate a rank of a pipeline, by a few of its microbatches where they tell of the others."""
         few = end.share.num_telling
         if few is not None and few < choice.num_microbatches:
-            found = self._simulate(replace(choice, num_microbatches=few), end.repeats, end)
-            if (found := repeat_microbatches(found, choice.num_microbatches)) is not None:
-                return found
+            simulated = self._simulate(replace(choice, num_microbatches=few), end.repeats, end)
+            if (simulated := repeat_microbatches(simulated, choice.num_microbatches)) is not None:
+                return simulated
         return self._simulate(choice, end.repeats, end)
 
     def _simulate(self, choice: Choice, repeats: "Repeats | None", end: PipelineEnd | None = None) -> Simulated:
         """Simulate a rank: rank 0, or one at an end of a pipeline."""
         if repeats is not None:
             num_first, period, num_blocks = repeats
-            shallow, deeper = (self._simulate_layers(choice, end, each) for each in (num_first, num_first + period))
-            if (found := extend(shallow, deeper, num_blocks)) is not None:
-                return found.filled(choice.fill)
+            shallow, deeper = (self._simulate_layers(choice, end, depth) for depth in (num_first, num_first + period))
+            if (simulated := extend(shallow, deeper, num_blocks)) is not None:
+                return simulated.filled(choice.fill)
         return self._simulate_layers(choice, end).filled(choice.fill)
 
     def _simulate_layers(self, choice: Choice, end: PipelineEnd | None, num_layers: int | None = None) -> Simulated:
@@ -385,8 +385,8 @@ class Simulator:
         """Wrap the stages of a rank."""
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             self.divide(stages.model, config, self.wrapper, mesh, stages)
-        for each in stages.modules if config.parallel.cp > 1 else []:
-            attend_over(each, AttentionCost(mesh.get_group("cp")))
+        for module in stages.modules if config.parallel.cp > 1 else []:
+            attend_over(module, AttentionCost(mesh.get_group("cp")))
         return pipeline(stages, config, self.wrapper, mesh, Replica)
 
     def _loss_fn(self, config: Config) -> LossFunction:
@@ -469,15 +469,15 @@ def find_repeats(model: nn.Module) -> Repeats | None:
     stack = _stack_of(model)
     if not stack or not _is_of_transformers(model):
         return None
-    layers = [_describe_layer(each) for each in cast(nn.ModuleList, model.get_submodule(stack))]
+    layers = [_describe_layer(layer) for layer in cast(nn.ModuleList, model.get_submodule(stack))]
     num = len(layers)
     for period in range(1, MAX_PERIOD + 1):
         start = max((index + 1 for index in range(num - period) if layers[index] != layers[index + period]), default=0)
-        least = start + MIN_BLOCKS * period
-        num_first = least + (num - least) % period
-        found = Repeats(num_first, period, (num - num_first) // period)
-        if found.spares_work:
-            return found
+        shortest = start + MIN_BLOCKS * period
+        num_first = shortest + (num - shortest) % period
+        repeats = Repeats(num_first, period, (num - num_first) // period)
+        if repeats.spares_work:
+            return repeats
     return None
 
 
@@ -499,7 +499,7 @@ def _describe_layer(layer: nn.Module) -> list[object]:
         for name, module in layer.named_modules()
     ]
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
-    return [*modules, *((name, each.shape, each.dtype, each.requires_grad) for name, each in tensors)]
+    return [*modules, *((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors)]
 
 
 def _is_setting(key: str, value: object) -> bool:

@@ -55,8 +55,8 @@ def plan_recipe(recipe: Path, request: PlanRequest) -> list[PlanRow]:
         layouts, left_out = build_layouts(config, request, console) if request.layouts else ([], [])
         simulators = layouts or [build_simulator(config, request, console)]
         num_choices = sum(len(simulator.grid.choices()) for simulator in simulators)
-        most = min(num_choices, MAX_SIMULATIONS)
-        with console.progress(f"planning {num_choices:,} choices", most, "simulations or so") as advance:
+        num_simulations = min(num_choices, MAX_SIMULATIONS)
+        with console.progress(f"planning {num_choices:,} choices", num_simulations, "simulations or so") as advance:
             rows = search_choices(simulators, request.limit_bytes, advance)
             if request.layouts and rows[0].fits == NO and not config.parallel.cpu_offload:
                 rows = _with_offload(rows, simulators, request, advance)
@@ -87,16 +87,16 @@ def _with_offload(
 
 
 def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
-    simulator, *others = simulators
+    simulator, *further = simulators
     config, device, axes = simulator.config, request.device, simulator.axes or {}
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in axes.items())
     ranks = f"{request.world} ranks ({mesh})" if request.world > 1 else "1 rank"
-    how = f"{len(simulators)} layouts of {request.world} ranks" if others else f"{simulator.wrapper.name} on {ranks}"
+    how = f"{len(simulators)} layouts of {request.world} ranks" if further else f"{simulator.wrapper.name} on {ranks}"
     num_parameters = simulator.sizes.num_parameters * axes.get("tp", 1)
     sizes = sizes_of(config.update)
     samples_per_rank = simulator.grid.samples_per_rank // simulator.sample.num_chunks
     largest = ", the largest of update.global_batch_size" if len(sizes.sizes) > 1 else ""
-    per_rank = "" if others else f", {samples_per_rank} a rank"
+    per_rank = "" if further else f", {samples_per_rank} a rank"
     text = (
         f"{num_parameters:,} parameters in {config.model.dtype}, {how}; {device.name} "
         f"with {gib_text(request.memory_bytes)}, {gib_text(request.limit_bytes)} of it for tensors, "
@@ -104,11 +104,11 @@ def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
         f"an update of {sizes.largest} samples{largest}{per_rank}, {_lengths_text(simulator)}\n"
     )
     stated = config.update.micro_batch_size
-    if simulator.ends and not others:
+    if simulator.ends and not further:
         text += (
             f"{stages_text(config.parallel)}; memory is that of the first rank or of the last, whichever needs more\n"
         )
-    if stated is not None and stated > samples_per_rank and not others:
+    if stated is not None and stated > samples_per_rank and not further:
         text += f"update.micro_batch_size {stated} is lowered: a rank has no more samples of an update\n"
     return text
 
@@ -133,8 +133,8 @@ def _print_table(rich: RichConsole, rows: Sequence[PlanRow], *, has_layouts: boo
     is_narrow = sys.stdout.isatty() and widths[0] > rich.width
     table, width = (tables[1], widths[1]) if is_narrow else (tables[0], widths[0])
     # Without a height, rich takes 80 columns for a terminal that it calls dumb, whatever the width.
-    whole = RichConsole(highlight=False, width=max(width, rich.width), height=rich.height)
-    whole.print(table, crop=False)
+    wide = RichConsole(highlight=False, width=max(width, rich.width), height=rich.height)
+    wide.print(table, crop=False)
 
 
 def _table(rows: Sequence[PlanRow], *, has_layouts: bool, has_parts: bool) -> Table:
@@ -165,12 +165,12 @@ def _shown(rows: Sequence[PlanRow]) -> list[PlanRow]:
 
 def _best_of_layouts(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """Return the best row of each layout, and the next best ones up to as many as are printed."""
-    found: dict[str, PlanRow] = {}
+    best_rows: dict[str, PlanRow] = {}
     for row in rows:
-        found.setdefault(layout_text(row.parallel), row)
-    firsts = list(found.values())[:MAX_LAYOUT_ROWS]
-    kept = {id(row) for row in [*firsts, *rows][:MAX_LAYOUT_ROWS]}
-    return [row for row in rows if id(row) in kept]
+        best_rows.setdefault(layout_text(row.parallel), row)
+    firsts = list(best_rows.values())[:MAX_LAYOUT_ROWS]
+    ids = {id(row) for row in [*firsts, *rows][:MAX_LAYOUT_ROWS]}
+    return [row for row in rows if id(row) in ids]
 
 
 def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
@@ -196,12 +196,12 @@ def _conclusion(rows: Sequence[PlanRow], simulator: Simulator, request: PlanRequ
     shown = _best_of_layouts(rows) if request.layouts else _shown(rows)
     num_hidden = len(rows) - len(shown)
     lines = [f"and {num_hidden} more, which --json has"] if num_hidden else []
-    best, *others = rows
+    best, *further = rows
     if best.fits == NO:
         smallest = min(rows, key=lambda row: row.peak_bytes)
         bound = "at least " if smallest.is_least else ""
-        least = f"the least is {bound}{gib_text(smallest.peak_bytes)} ({_name(smallest, request)})"
-        return "\n".join([*lines, f"nothing fits: {least}"])
+        smallest_text = f"the least is {bound}{gib_text(smallest.peak_bytes)} ({_name(smallest, request)})"
+        return "\n".join([*lines, f"nothing fits: {smallest_text}"])
     if any(row.by != SIMULATION for row in rows):
         lines.append(
             "~ by the closed form, calibrated by the simulations; >= a lower bound: no run could make it the best"
@@ -214,8 +214,8 @@ def _conclusion(rows: Sequence[PlanRow], simulator: Simulator, request: PlanRequ
     lines += _speed_lines(best, simulator, request)
     if request.layouts:
         lines += [f"{number}. {_name(row, request)}: {_why_not(row, best)}" for number, row in enumerate(shown[1:], 2)]
-    elif others:
-        lines.append(f"runner-up: {_name(others[0], request)}: {_why_not(others[0], best)}")
+    elif further:
+        lines.append(f"runner-up: {_name(further[0], request)}: {_why_not(further[0], best)}")
     if not request.layouts:
         lines += _balance_lines(best, simulator)
     keys = keys_of(best, simulator.config)
@@ -268,8 +268,8 @@ def _name(row: PlanRow, request: PlanRequest) -> str:
     layout = f"{layout_text(row.parallel)}: " if request.layouts else ""
     choice, n = row.choice, row.choice.num_microbatches
     microbatches = "1 microbatch" if n == 1 else f"{n} microbatches"
-    kept = ", not all of them" * (choice.recompute == "selective")
-    recompute = f"activations recomputed{kept}" if choice.recompute else "activations kept"
+    extent = ", not all of them" * (choice.recompute == "selective")
+    recompute = f"activations recomputed{extent}" if choice.recompute else "activations kept"
     gathered = "" if choice.reshard else ", weights kept gathered"
     optimizer = "fused" if choice.fused else "foreach"
     memory = f"{recompute}{gathered}, {optimizer} optimizer"
@@ -304,8 +304,8 @@ def keys_of(row: PlanRow, config: Config) -> Keys:
         "update": {**limit, "sync": choice.sync},
         "model": {"activation_checkpointing": choice.recompute},
     }
-    chosen, own = row.parallel.model_dump(), config.parallel.model_dump()
-    parallel = {key: value for key, value in chosen.items() if value != own[key] and key != "reshard_after_forward"}
+    chosen, stated = row.parallel.model_dump(), config.parallel.model_dump()
+    parallel = {key: value for key, value in chosen.items() if value != stated[key] and key != "reshard_after_forward"}
     if choice.reshard != config.parallel.reshard_after_forward:
         parallel["reshard_after_forward"] = choice.reshard
     return {**keys, "parallel": parallel} if parallel else keys
@@ -315,16 +315,16 @@ def command_line(keys: Keys, recipe: Path, request: PlanRequest) -> str:
     """Return the command that trains with these keys; an override of the same key is left out."""
     chosen = override_words(keys)
     names = {word.partition("=")[0] for word in chosen}
-    others = [word for word in request.overrides if word.partition("=")[0] not in names]
-    return shlex.join([*launcher_words(request), "train", str(recipe), *others, *chosen])
+    words = [word for word in request.overrides if word.partition("=")[0] not in names]
+    return shlex.join([*launcher_words(request), "train", str(recipe), *words, *chosen])
 
 
 def launcher_words(request: PlanRequest) -> Sequence[str]:
     """Return the command that starts the processes."""
     if request.world == 1:
         return ["megabatch"]
-    most = min(request.world, request.device.ranks_per_node)
-    per_node = next(number for number in range(most, 0, -1) if request.world % number == 0)
+    limit = min(request.world, request.device.ranks_per_node)
+    per_node = next(number for number in range(limit, 0, -1) if request.world % number == 0)
     words = ["--nproc-per-node", str(per_node)]
     if request.world > per_node:
         words = ["--nnodes", str(request.world // per_node), *words, *RENDEZVOUS]
