@@ -119,17 +119,17 @@ def check_run(folder: Path) -> None:
 def curves_of(folder: Path, rows: list[Row], most_updates: int) -> Story:
     """Return the updates, evaluated sets, memory and times of a run."""
     updates = [row for row in rows if not is_evaluation(row)]
-    kept, every = columns.thinned(updates, most_updates)
+    shown, every = columns.thinned(updates, most_updates)
     sets = columns.evaluations_of([row for row in rows if is_evaluation(row)])
     predicted = next((row for row in updates if "predicted_peak_gib" in row), {})
-    keys = dict.fromkeys([*FIRST_KEYS, *columns.keys_of(kept)])
+    keys = dict.fromkeys([*FIRST_KEYS, *columns.keys_of(shown)])
     return {
         "num_updates": len(updates),
         "every": every,
-        "updates": columns.columns_of(kept, (key for key in keys if key not in ("peak_gib", "predicted_peak_gib"))),
+        "updates": columns.columns_of(shown, (key for key in keys if key not in ("peak_gib", "predicted_peak_gib"))),
         "sets": sets,
         "memory": {key: columns.short(predicted.get(key)) for key in ("step", "peak_gib", "predicted_peak_gib")},
-        "is_in_nats": any("perplexity" in each for each in sets.values()),
+        "is_in_nats": any("perplexity" in curves for curves in sets.values()),
         "counts_tokens": not any("samples_per_second" in row for row in updates),
         "started": started_at(folder),
         "seconds": seconds_of(rows),
@@ -186,8 +186,8 @@ def plan_of(folder: Path) -> list[str]:
 
 def model_of(plan: list[str]) -> dict[str, str]:
     """Return the model's class and number of parameters, and the peak of its MFU; "" where there is none."""
-    sizes = next((found for line in plan if (found := PARAMETERS.match(line))), None)
-    peak = next((found[1] for line in plan if (found := UTILIZATION.match(line))), "")
+    sizes = next((match for line in plan if (match := PARAMETERS.match(line))), None)
+    peak = next((match[1] for line in plan if (match := UTILIZATION.match(line))), "")
     return {"peak": peak} | ({} if sizes is None else {"parameters": sizes[1], "name": sizes[2]})
 
 
@@ -197,20 +197,20 @@ def settings_of(folder: Path) -> dict[str, str]:
         recipe = tomllib.loads(read_file(folder / CONFIG).decode())
     except (OSError, ValueError):
         return {}
-    found = {key: recipe.get(section, {}).get(key) for section, key in SETTINGS}
-    return {key: str(value) for key, value in found.items() if isinstance(value, int | float | str)}
+    settings = {key: recipe.get(section, {}).get(key) for section, key in SETTINGS}
+    return {key: str(value) for key, value in settings.items() if isinstance(value, int | float | str)}
 
 
 def completion_of(log: Sequence[str]) -> list[str]:
     """Return the last held-out prompt that the model has completed, and its completion; none without one."""
-    found = COMPLETION.findall("\n".join([*log, ""]))
-    return list(found[-1]) if found else []
+    completions = COMPLETION.findall("\n".join([*log, ""]))
+    return list(completions[-1]) if completions else []
 
 
 def planned_of(plan: list[str]) -> int | None:
     """Return the planned number of updates; None where it depends on the data."""
-    found = PLANNED.match(plan[0]) if plan else None
-    return None if found is None else int(found[1])
+    match = PLANNED.match(plan[0]) if plan else None
+    return None if match is None else int(match[1])
 
 
 def ended_of(log: Sequence[str]) -> str:

@@ -23,15 +23,17 @@ def short(value: Any) -> float | int | None:
 
 def columns_of(rows: Sequence[Row], keys: Iterable[str]) -> dict[str, Column]:
     """Return a column for each key of which any row has a number."""
-    found = {key: [short(row.get(key)) for row in rows] for key in keys}
-    return {key: column for key, column in found.items() if key == "step" or any(each is not None for each in column)}
+    columns = {key: [short(row.get(key)) for row in rows] for key in keys}
+    return {
+        key: column for key, column in columns.items() if key == "step" or any(value is not None for value in column)
+    }
 
 
-def thinned(rows: Sequence[Row], most: int) -> tuple[list[Row], int]:
-    """Return every n-th row and the last one, about ``most`` of them, and n."""
-    every = max(1, -(-len(rows) // most))
-    kept = list(rows[::every])
-    return [*kept, rows[-1]] if rows and (len(rows) - 1) % every else kept, every
+def thinned(rows: Sequence[Row], limit: int) -> tuple[list[Row], int]:
+    """Return every n-th row and the last one, about ``limit`` of them, and n."""
+    every = max(1, -(-len(rows) // limit))
+    chosen = list(rows[::every])
+    return [*chosen, rows[-1]] if rows and (len(rows) - 1) % every else chosen, every
 
 
 def keys_of(rows: Iterable[Row]) -> list[str]:
@@ -57,42 +59,42 @@ def cuts_of(rows: Sequence[Row], path: object) -> dict[str, Any]:
     """
     ranks = rows[-1].get("cut") if rows else None
     a_row = sum(len(cut[0]) for cut in ranks if cut) if isinstance(ranks, list) else 1
-    kept, every = thinned(rows, max(1, MOST_MICROBATCHES // max(1, a_row)))
-    found: dict[str, Any] = {"step": [], "counts": [], "left_out": [], "samples": [], "real": [], "padding": []}
-    for row in kept:
+    chosen, every = thinned(rows, max(1, MOST_MICROBATCHES // max(1, a_row)))
+    lists: dict[str, Any] = {"step": [], "counts": [], "left_out": [], "samples": [], "real": [], "padding": []}
+    for row in chosen:
         try:
-            add_cut(found, row)
+            add_cut(lists, row)
         except (KeyError, TypeError, ValueError):
             raise MegabatchError(f"{path} is damaged (update {row['step']} has no cut); delete that line") from None
-    return {**found, "every": every}
+    return {**lists, "every": every}
 
 
-def add_cut(found: dict[str, Any], row: Mapping[str, Any]) -> None:
+def add_cut(lists: dict[str, Any], row: Mapping[str, Any]) -> None:
     """Add an update's cut to the lists. Raises where the row has none."""
     ranks = [[list(map(int, column)) for column in rank] for rank in row["cut"]]
     if any(len(rank) != 3 or len(set(map(len, rank))) > 1 for rank in ranks):
         raise ValueError("three columns of one length")
-    found["step"].append(row["step"])
-    found["counts"].append([len(samples) for samples, _, _ in ranks])
-    found["left_out"].append(int(row.get("microbatches_left_out", 0)))
+    lists["step"].append(row["step"])
+    lists["counts"].append([len(samples) for samples, _, _ in ranks])
+    lists["left_out"].append(int(row.get("microbatches_left_out", 0)))
     for name, place in (("samples", 0), ("real", 1), ("padding", 2)):
-        found[name] += [number for rank in ranks for number in rank[place]]
+        lists[name] += [number for rank in ranks for number in rank[place]]
 
 
 def timelines_of(rows: Sequence[Row], path: object) -> list[dict[str, Any]]:
     """Return the recorded updates. Raises `MegabatchError` where a row is no timeline."""
-    found: list[dict[str, Any]] = []
+    timelines: list[dict[str, Any]] = []
     try:
         for row in rows:
-            spans = [(list(map(str, each["kinds"])), list(map(float, each["ms"]))) for each in row["ranks"]]
+            spans = [(list(map(str, rank["kinds"])), list(map(float, rank["ms"]))) for rank in row["ranks"]]
             if any(len(ms) != len(kinds) + 1 for kinds, ms in spans):
                 raise ValueError("a span has a beginning and an end")
             texts = {name: str(row[name]) for name in ("device", "sync")}
             ranks = [{"kinds": kinds, "ms": ms} for kinds, ms in spans]
-            found.append({"step": row["step"], "num_ranks": int(row["num_ranks"]), **texts, "ranks": ranks})
+            timelines.append({"step": row["step"], "num_ranks": int(row["num_ranks"]), **texts, "ranks": ranks})
     except (KeyError, TypeError, ValueError):
         raise MegabatchError(f"{path} is damaged (a line is no timeline); delete that line") from None
-    return found
+    return timelines
 
 
 def skipped_of(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def html_of(data: Mapping[str, Any]) -> str:
         "DATA": json_of(data),
     }
     first, *pieces = asset("page.html").split("{{")
-    return first + "".join(parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces))
+    return first + "".join(parts[name] + tail for name, _, tail in (piece.partition("}}") for piece in pieces))
 
 
 def json_of(data: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool) -> Non
 
 def folders_of(runs: Sequence[Path]) -> list[Path]:
     """Return the folders of the runs, and of those in a folder that is none. Raises where there are fewer than two."""
-    folders = list(dict.fromkeys(folder for each in runs for folder in find_runs(each)))
+    folders = list(dict.fromkeys(folder for run in runs for folder in find_runs(run)))
     if len(folders) < 2:
         raise MegabatchError(f"{folders[0]} is the only run; name two or more to compare, or their folder")
     return folders

@@ -70,10 +70,10 @@ def find_runs(folder: Path) -> list[Path]:
     """Return the runs in a folder, or the folder itself if it is one, in the order of their names."""
     if not folder.is_dir():
         raise MegabatchError(f"{folder} is no folder; give the folder that holds runs, for example runs")
-    found = sorted(_runs_below(folder, MOST_LEVELS), key=natural_key)
-    if not found:
+    runs = sorted(_runs_below(folder, MOST_LEVELS), key=natural_key)
+    if not runs:
         raise MegabatchError(f"{folder} has no run; give the folder that holds runs, for example runs")
-    return found
+    return runs
 
 
 def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
@@ -125,7 +125,7 @@ def best_of(rows: Sequence[Row], watch: str | None) -> tuple[str | None, float |
     for row in rows:
         if is_evaluation(row) and isinstance(row.get("eval_loss"), float) and math.isfinite(row["eval_loss"]):
             losses.setdefault(str(row["set"]), []).append((row["eval_loss"], row["step"]))
-    name = next((each for each in (watch, HELD_OUT, *losses) if each in losses), None)
+    name = next((set_name for set_name in (watch, HELD_OUT, *losses) if set_name in losses), None)
     return (None, None, None) if name is None else (name, *min(losses[name]))
 
 
@@ -143,10 +143,10 @@ def best_run(summaries: Sequence[RunSummary]) -> RunSummary | None:
     None if fewer than two have one, or if they are of two losses.
     """
     evaluated = [summary for summary in summaries if summary.best_loss is not None]
-    is_one_task = len({each.recipe.get(LOSS) for each in evaluated}) == 1
+    is_one_task = len({run.recipe.get(LOSS) for run in evaluated}) == 1
     if len(evaluated) < 2 or not is_one_task:
         return None
-    return min(evaluated, key=lambda each: (cast(float, each.best_loss), each.name))
+    return min(evaluated, key=lambda run: (cast(float, run.best_loss), run.name))
 
 
 def runs_text(summaries: Sequence[RunSummary]) -> str:
