@@ -209,9 +209,9 @@ torchrun --nproc-per-node N -m megabatch train RECIPE"""
 
 def options_of(command: type) -> tuple[list[str], list[str]]:
     """Return the names of a command's own options, of those with a value and of those without, as they are written."""
-    flags = [each for each in fields(command) if each.type == FlagCreatePairsOff[bool]]
-    named = [each for each in fields(command) if each not in flags and "Positional" not in str(each.type)]
-    return [_option(each.name) for each in named], [_option(flag.name) for flag in flags]
+    flags = [option for option in fields(command) if option.type == FlagCreatePairsOff[bool]]
+    named = [option for option in fields(command) if option not in flags and "Positional" not in str(option.type)]
+    return [_option(option.name) for option in named], [_option(flag.name) for flag in flags]
 
 
 def _option(name: str) -> str:
@@ -236,17 +236,17 @@ def check_removed(command: str, arguments: Sequence[str]) -> None:
 def read_arguments(kind: type[Arguments], arguments: Sequence[str]) -> Arguments:
     """Return the arguments of a command without a recipe. Raises `MegabatchError` where they cannot be read."""
     check_removed(kind.__name__.lower(), arguments)
-    command, told = f"megabatch {kind.__name__.lower()}", io.StringIO()
+    command, output = f"megabatch {kind.__name__.lower()}", io.StringIO()
     try:
-        with redirect_stderr(told):
+        with redirect_stderr(output):
             return tyro.cli(kind, args=arguments, prog=command)
     except SystemExit:
-        raise MegabatchError(f"{reason_of(told.getvalue())}; see {command} --help") from None
+        raise MegabatchError(f"{reason_of(output.getvalue())}; see {command} --help") from None
 
 
-def reason_of(told: str) -> str:
+def reason_of(output: str) -> str:
     """Return the reason in what tyro tells in a frame: the lines between its title and the next rule."""
-    plain = re.sub(r"\x1b\[[\d;]*m", "", told)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", output)
     lines = [line.strip("\u2502 ") for line in plain.splitlines()[1:]]
     return " ".join(takewhile(is_text, dropwhile(lambda line: not is_text(line), lines)))
 

@@ -102,7 +102,7 @@ def begin_audit() -> None:
 # In the process of the command
 
 
-def run_audited(asked: Arguments) -> int:
+def run_audited(arguments: Arguments) -> int:
     """Run the command, print the findings, write the page; return the exit status.
 
     It is the command's own if that failed, and else 1 where ``fail_over`` is known to be exceeded.
@@ -110,26 +110,26 @@ def run_audited(asked: Arguments) -> int:
     Raises:
         MegabatchError: The command cannot be started, or the folder holds something else.
     """
-    if asked.updates < 1:
-        raise MegabatchError(f"--updates is {asked.updates}; watch at least one")
-    if asked.fail_over is not None and not asked.fail_over >= 0:
-        raise MegabatchError(f"--fail-over is {asked.fail_over}; give a relative error of at least 0")
-    if not asked.command:
-        if asked.to is None or not asked.to.is_dir():
+    if arguments.updates < 1:
+        raise MegabatchError(f"--updates is {arguments.updates}; watch at least one")
+    if arguments.fail_over is not None and not arguments.fail_over >= 0:
+        raise MegabatchError(f"--fail-over is {arguments.fail_over}; give a relative error of at least 0")
+    if not arguments.command:
+        if arguments.to is None or not arguments.to.is_dir():
             raise MegabatchError("no command; write it after --: megabatch audit -- python train.py")
-        if not any(asked.to.glob("*.jsonl")):
-            raise MegabatchError(f"{asked.to} has no records of an audit; give the folder of an earlier one")
-        return report(asked, asked.to, 0)
-    folder = make_folder(asked.to)
-    status = run_watched(asked.command, folder, asked.updates)
-    return report(asked, folder, status)
+        if not any(arguments.to.glob("*.jsonl")):
+            raise MegabatchError(f"{arguments.to} has no records of an audit; give the folder of an earlier one")
+        return report(arguments, arguments.to, 0)
+    folder = make_folder(arguments.to)
+    status = run_watched(arguments.command, folder, arguments.updates)
+    return report(arguments, folder, status)
 
 
 def make_folder(to: Path | None) -> Path:
     """Make the folder of the audit. Raises `MegabatchError` where it holds files."""
     if to is None:
         names = (f"megabatch-audit{f'-{number}' if number > 1 else ''}" for number in range(1, sys.maxsize))
-        to = next(each for each in map(Path, names) if not each.exists())
+        to = next(path for path in map(Path, names) if not path.exists())
     elif os.path.exists(to) and (not to.is_dir() or any(to.iterdir())):
         raise MegabatchError(f"{to} exists; --to names a new folder")
     try:
@@ -153,35 +153,35 @@ def run_watched(command: tuple[str, ...], folder: Path, updates: int) -> int:
     return status
 
 
-def report(asked: Arguments, folder: Path, status: int) -> int:
+def report(arguments: Arguments, folder: Path, status: int) -> int:
     """Print the findings in a folder and write its page; return the exit status."""
-    program, *rest = asked.command or ("",)
-    found, others = read_findings(folder, " ".join([Path(program).name, *rest]))
+    program, *words = arguments.command or ("",)
+    audit, num_others = read_findings(folder, " ".join([Path(program).name, *words]))
     sys.stdout.flush()
-    print_line(str(found))
-    if others:
-        print_line(f"{others} more runs trained apart from this one; their records are in {folder}")
+    print_line(str(audit))
+    if num_others:
+        print_line(f"{num_others} more runs trained apart from this one; their records are in {folder}")
     page = folder / PAGE
-    page.write_text(found.page(), encoding="utf-8")
+    page.write_text(audit.page(), encoding="utf-8")
     print_line(f"a page to look at: {page}")
-    if asked.fail_over is None:
+    if arguments.fail_over is None:
         return status
-    verdict, has_failed = check(found, asked.mean, asked.fail_over)
-    print_line(f"--fail-over {asked.fail_over:g}: {verdict}")
+    verdict, has_failed = check(audit, arguments.mean, arguments.fail_over)
+    print_line(f"--fail-over {arguments.fail_over:g}: {verdict}")
     return status or (CRASHED if has_failed else 0)
 
 
-def check(found: Any, mean: str, limit: float) -> tuple[str, bool]:
+def check(audit: Any, mean: str, limit: float) -> tuple[str, bool]:
     """Return the words of ``--fail-over``, and True if something is known to be wrong."""
-    error = found.error(mean)
-    faults = f"; {'; '.join(found.problems)}" if found.problems else ""
+    error = audit.error(mean)
+    faults = f"; {'; '.join(audit.problems)}" if audit.problems else ""
     if error is None:
         measured = "cannot tell"
     else:
-        measured = f"{error:.2g} from the {mean} mean{'' if found.is_length_known else ' in direction'}"
-    if found.problems or (error is not None and error > limit):
+        measured = f"{error:.2g} from the {mean} mean{'' if audit.is_length_known else ' in direction'}"
+    if audit.problems or (error is not None and error > limit):
         return f"FAILED, {measured}{faults}", True
-    if error is None or not found.is_length_known:
+    if error is None or not audit.is_length_known:
         return f"cannot tell, so it does not fail{'' if error is None else f' ({measured})'}", False
     return f"passed, {measured}", False
 
@@ -199,17 +199,17 @@ def read_findings(folder: Path, command: str) -> tuple[Any, int]:
         by_launcher.setdefault(file.stem.rpartition("-")[0], []).append(Audit.from_lines(lines, command))
 
     def merge(files: Iterable[Any]) -> Any:
-        return Audit.from_records((record for each in files for record in each.records), command)
+        return Audit.from_records((record for part in files for record in part.records), command)
 
     runs, parts = list[Any](), list[Any]()
     for files in by_launcher.values():
-        together = [each for each in files if each.updates and each.updates[0].world > 1]
-        ranks = {record.rank for each in together for record in each.records}
+        together = [part for part in files if part.updates and part.updates[0].world > 1]
+        ranks = {record.rank for part in together for record in part.records}
         if together and len(ranks) == together[0].updates[0].world:
             runs.append(merge(together))
         else:
             parts += together  # the ranks of one of several machines
     runs += [merge(parts)] if parts else []
-    every = [each for files in by_launcher.values() for each in files]
-    runs = runs or [each for each in every if each.updates] or [merge(every)]
-    return max(runs, key=lambda each: len(each.updates)), len(runs) - 1
+    every = [part for files in by_launcher.values() for part in files]
+    runs = runs or [part for part in every if part.updates] or [merge(every)]
+    return max(runs, key=lambda run: len(run.updates)), len(runs) - 1

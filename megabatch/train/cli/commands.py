@@ -70,7 +70,7 @@ def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     """Run one of the commands, or print help."""
     if not arguments:
         fail(rendezvous, f"megabatch: no command; {overview()}", FAILED)
-    name, *rest = arguments
+    name, *command_arguments = arguments
     if name in ALONE and rendezvous.size > 1:
         raise MegabatchError(
             f"{name} runs in one process and was started in {rendezvous.size}; start it without torchrun"
@@ -84,9 +84,9 @@ def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
             f"unknown command {name!r}{words}; the commands are {', '.join(COMMANDS)}: see megabatch --help"
         )
     if name in WITH_RECIPE:
-        run_recipe(name, rest, rendezvous)
+        run_recipe(name, command_arguments, rendezvous)
     else:
-        run_other(name, rest, rendezvous)
+        run_other(name, command_arguments, rendezvous)
 
 
 def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> None:
@@ -145,14 +145,14 @@ def run_other(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> No
     if name == "export":
         from megabatch.train.checkpoints.export import export
 
-        asked = read_arguments(Export, arguments)
-        print_line(export(asked.run, asked.to, step=asked.step, merged=asked.merged, is_trusted=asked.trust))
+        options = read_arguments(Export, arguments)
+        print_line(export(options.run, options.to, step=options.step, merged=options.merged, is_trusted=options.trust))
     elif name == "chat":
         from megabatch.train.preview.chat import Sampling, chat
 
-        asked = read_arguments(Chat, arguments)
-        sampling = Sampling(asked.tokens, asked.temperature, asked.seed)
-        chat(asked.run, asked.prompt, sampling, step=asked.step, mode=asked.mode, is_trusted=asked.trust)
+        options = read_arguments(Chat, arguments)
+        sampling = Sampling(options.tokens, options.temperature, options.seed)
+        chat(options.run, options.prompt, sampling, step=options.step, mode=options.mode, is_trusted=options.trust)
     else:
         from megabatch.train.cli.audited_command import run_audited
 

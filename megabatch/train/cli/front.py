@@ -64,36 +64,36 @@ def answer(arguments: Sequence[str]) -> bool:
     """Print the help that is asked for, or run a command that needs no torch; return False for any other."""
     if not arguments:
         return False
-    name, *rest = arguments
+    name, *words = arguments
     if name in REMOVED_COMMANDS:
         raise MegabatchError(f"{name} is removed; {REMOVED_COMMANDS[name]}")
     if name in ("-h", "--help"):
         print(overview())
-    elif name in COMMANDS and {"-h", "--help"} & {*rest}:
+    elif name in COMMANDS and {"-h", "--help"} & {*words}:
         from megabatch.train.cli.help import print_help
 
-        print_help(name, rest)
+        print_help(name, words)
     elif name == "init":
         from megabatch.train.init.recipe_text import write_recipe
 
-        write_recipe(**vars(read_arguments(Init, rest)))
+        write_recipe(**vars(read_arguments(Init, words)))
     elif name == "report":
         from megabatch.train.report.page import report
 
-        asked = read_arguments(Report, rest)
-        report(asked.runs, asked.to, is_comparison=asked.compare)
+        options = read_arguments(Report, words)
+        report(options.runs, options.to, is_comparison=options.compare)
     elif name == "runs":
         from megabatch.train.report.runs import print_runs
 
-        asked = read_arguments(Runs, rest)
-        print_runs(asked.folder, as_json=asked.json)
+        options = read_arguments(Runs, words)
+        print_runs(options.folder, as_json=options.json)
     elif name == "completion":
         from megabatch.train.cli.help import SCRIPTS, print_words
 
-        if rest[:1] == ["words"]:
-            print_words(rest[1:])
+        if words[:1] == ["words"]:
+            print_words(words[1:])
         else:
-            print(SCRIPTS[read_arguments(Completion, rest).shell])
+            print(SCRIPTS[read_arguments(Completion, words).shell])
     else:
         return False
     return True
@@ -104,11 +104,11 @@ def check_command(name: str, arguments: Sequence[str]) -> int | None:
     from megabatch.train.cli.recipe_command import measures, read_config
     from megabatch.train.config.recipe import split_options
 
-    sweeps, rest = split_options(arguments, ("sweep",)) if name == "train" else ([], [])
+    sweeps, words = split_options(arguments, ("sweep",)) if name == "train" else ([], [])
     if not sweeps:
         if not measures(name, arguments):
             read_config(name, arguments)
         return None
     from megabatch.train.cli.sweep import run_sweep
 
-    return run_sweep(rest, [values for _, values in sweeps])
+    return run_sweep(words, [values for _, values in sweeps])

@@ -108,26 +108,26 @@ def shown(kind: Any, value: Any) -> tuple[Any, Any, str | None]:
     return str | None, text, "TABLE" if "dict[" in words else "VALUE,..."
 
 
-def print_words(asked: Sequence[str]) -> None:
+def print_words(arguments: Sequence[str]) -> None:
     """Print the words that may end $COMP_LINE, a line each.
 
     Args:
-        asked: What bash adds to the command, and nobody else. bash splits words at "=", and adds no space.
+        arguments: What bash adds to the command, and nobody else. bash splits words at "=", and adds no space.
     """
     line, point = os.environ.get("COMP_LINE", ""), os.environ.get("COMP_POINT", "")
     for word in words_of(line[: int(point)] if point.isdecimal() else line):
-        print(f"{word.rpartition('=')[2] or word}{'' if word[-1] in '=.' else ' '}" if asked else word)
+        print(f"{word.rpartition('=')[2] or word}{'' if word[-1] in '=.' else ' '}" if arguments else word)
 
 
 def words_of(line: str) -> list[str]:
     """Return the words that may end the line; none where a file may."""
     *before, word = line.split(" ")
-    before = [each for each in before if each]
+    before = [part for part in before if part]
     if len(before) < 2:
-        found = [*COMMANDS, "--help"] if before else []
+        words = [*COMMANDS, "--help"] if before else []
     else:
-        found = words_of_command(before[1], before[-1], word)
-    return [each for each in found if each.startswith(word)]
+        words = words_of_command(before[1], before[-1], word)
+    return [candidate for candidate in words if candidate.startswith(word)]
 
 
 def words_of_command(command: str, last: str, word: str) -> list[str]:

@@ -60,17 +60,17 @@ def check_options(name: str, overrides: Sequence[str]) -> None:
     known = [option for options in options_of(COMMANDS[name]) for option in options]
     for word in overrides:
         option = word.lstrip("-").partition("=")[0]
-        if "." not in option and option not in FOREIGN_KEYS and (found := nearest(option, known)) is not None:
-            raise MegabatchError(f"unknown option {word.partition('=')[0]}; the nearest one is --{found}")
+        if "." not in option and option not in FOREIGN_KEYS and (known_option := nearest(option, known)) is not None:
+            raise MegabatchError(f"unknown option {word.partition('=')[0]}; the nearest one is --{known_option}")
 
 
 def measures(name: str, arguments: Sequence[str]) -> bool:
     """Return True for `plan --measure FILE`, which takes no recipe. Raises `MegabatchError` for anything beside it."""
     if name != "plan" or not any(word.partition("=")[0] == "--measure" for word in arguments):
         return False
-    pairs, others = split_options(arguments, *options_of(COMMANDS[name]))
-    if others := [*others, *(f"--{option}" for option, _ in pairs if option != "measure")]:
-        raise MegabatchError(f"--measure measures this machine, and {others[0]!r} is given too; leave it out")
+    pairs, words = split_options(arguments, *options_of(COMMANDS[name]))
+    if words := [*words, *(f"--{option}" for option, _ in pairs if option != "measure")]:
+        raise MegabatchError(f"--measure measures this machine, and {words[0]!r} is given too; leave it out")
     return True
 
 

@@ -47,8 +47,8 @@ def run_sweep(arguments: Sequence[str], sweeps: Sequence[str]) -> int:
             failed[words] = status
             print_line(f"sweep: {' '.join(words)} ended with status {status}", sys.stderr)
         if is_stopped:
-            left = len(commands) - number
-            print_line(f"sweep: stopped with {left} runs left; the same command with --run.resume=true continues")
+            num_left = len(commands) - number
+            print_line(f"sweep: stopped with {num_left} runs left; the same command with --run.resume=true continues")
             break
     if any(parent.glob("*/config.toml")):
         print_runs(parent, as_json=False)
@@ -60,10 +60,10 @@ def run_sweep(arguments: Sequence[str], sweeps: Sequence[str]) -> int:
 def read_values(sweep: str) -> list[str]:
     """Return ``key=value`` for each value of ``key=value,value,...``."""
     key, _, values = sweep.partition("=")
-    found = [value.strip() for value in values.split(",") if value.strip()]
-    if "." not in key or not found:
+    texts = [value.strip() for value in values.split(",") if value.strip()]
+    if "." not in key or not texts:
         raise MegabatchError(f"--sweep is {sweep!r}; write section.key=value,value: --sweep optim.lr=1e-3,3e-3")
-    return [f"{key.removeprefix('--')}={value}" for value in found]
+    return [f"{key.removeprefix('--')}={value}" for value in texts]
 
 
 def run_process(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, bool]:

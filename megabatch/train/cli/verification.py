@@ -67,15 +67,15 @@ def plain_config(config: Config, num_ranks: int) -> Config:
     )
     parallel = ParallelConfig()
     if num_ranks > 1:
-        asked = config.parallel
+        stated = config.parallel
         for axis in ("cp", "tp", "pp"):
-            if getattr(asked, axis) > 1:
+            if getattr(stated, axis) > 1:
                 raise MegabatchError(
-                    f"verify compares ranks with samples of their own, and parallel.{axis} is {getattr(asked, axis)}; "
+                    f"verify compares ranks with samples of their own, and parallel.{axis} is {getattr(stated, axis)}; "
                     f"add --parallel.{axis}=1, or start verify without torchrun"
                 )
         parallel = ParallelConfig(
-            wrapper=asked.wrapper, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, ep=asked.ep
+            wrapper=stated.wrapper, dp_replicate=stated.dp_replicate, dp_shard=stated.dp_shard, ep=stated.ep
         )
     return config.model_copy(update={"model": model, "parallel": parallel})
 
@@ -88,8 +88,8 @@ def list_versions() -> dict[str, str | None]:
 
 def check_versions(versions: Sequence[Mapping[str, str | None]]) -> None:
     """Raise `MegabatchError` where a rank has another version than rank 0."""
-    for rank, others in enumerate(versions):
-        for name, version in others.items():
+    for rank, rank_versions in enumerate(versions):
+        for name, version in rank_versions.items():
             if version != versions[0][name]:
                 raise MegabatchError(
                     f"rank {rank} has {name} {version}, and rank 0 has {versions[0][name]}; install the same on all"
