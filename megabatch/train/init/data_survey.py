@@ -60,9 +60,9 @@ class Size:
     pack_tokens: int | None = None
     num_long: int = 0  # samples beyond MAX_SAMPLE_TOKENS
 
-    def share(self, part: int, least: int, most: int) -> int:
+    def share(self, part: int, minimum: int, maximum: int) -> int:
         """Return a part of the run's updates, between two bounds."""
-        return 20 if self.num_updates is None else max(least, min(most, self.num_updates // part // 5 * 5))
+        return 20 if self.num_updates is None else max(minimum, min(maximum, self.num_updates // part // 5 * 5))
 
 
 def survey(
@@ -78,32 +78,32 @@ def survey(
     """
     files = find_files(SourceConfig(path=path), "data")
     rows = rows_of(SourceConfig.model_validate(source_keys(path, files)), "data")  # as the recipe will name it
-    found, measure, num_broken, first_broken = None, None, 0, ""
+    result, measure, num_broken, first_broken = None, None, 0, ""
     while chunk := list(islice(rows, ROWS_AT_ONCE)):
         advance(len(chunk))
         good = [row for row in chunk if isinstance(row, Row)]
-        if found is None and good:
+        if result is None and good:
             guesses = list[str]()
             keys = stated_keys(good, stated, task) if stated else field_keys(good, task, guesses)
-            found = Survey({**source_keys(path, files), **keys}, guesses)
-            found.max_labels = sys.maxsize if task or "label_field" in (stated or {}) else MAX_LABELS
+            result = Survey({**source_keys(path, files), **keys}, guesses)
+            result.max_labels = sys.maxsize if task or "label_field" in (stated or {}) else MAX_LABELS
             read = fields_in(keys)
-            found.unread = [name for name in good[0].fields if name not in read]
+            result.unread = [name for name in good[0].fields if name not in read]
             measure = measure_of(keys)
         for row in chunk:
-            problem = str(row) if isinstance(row, BrokenRowError) else add_row(found, measure, row)
+            problem = str(row) if isinstance(row, BrokenRowError) else add_row(result, measure, row)
             if problem:
                 num_broken, first_broken = num_broken + 1, first_broken or problem
-    if found is None or not found.lengths:
+    if result is None or not result.lengths:
         raise MegabatchError(
             f"{path} has no row that can be read{f' (first: {first_broken})' if first_broken else ''}; name data with "
             "at least one"
         )
-    found.num_broken, found.first_broken = num_broken, first_broken
-    are_classes = 2 <= len(found.labels) <= min(MAX_LABELS, len(found.lengths) // 5)  # of several rows on average
-    if "label_field" in found.keys and task is None and "label_field" not in (stated or {}) and not are_classes:
-        found.unread.append(found.keys.pop("label_field"))
-    return found
+    result.num_broken, result.first_broken = num_broken, first_broken
+    are_classes = 2 <= len(result.labels) <= min(MAX_LABELS, len(result.lengths) // 5)  # of several rows on average
+    if "label_field" in result.keys and task is None and "label_field" not in (stated or {}) and not are_classes:
+        result.unread.append(result.keys.pop("label_field"))
+    return result
 
 
 def source_keys(path: str, files: SourceFiles) -> dict[str, str]:
@@ -157,13 +157,13 @@ def stated_keys(rows: list[Row], stated: Mapping[str, str], task: str | None) ->
 def other_field(row: Row, keys: Mapping[str, Any], usual: tuple[str, ...], key: str, partner: str) -> str:
     """Return the field that goes with a stated one: one of the usual names, or the only other text."""
     texts = [name for name, value in row.fields.items() if isinstance(value, str) and name not in fields_in(keys)]
-    found = next((name for name in usual if name in texts), texts[0] if len(texts) == 1 else None)
-    if found is None:
+    partner_field = next((name for name in usual if name in texts), texts[0] if len(texts) == 1 else None)
+    if partner_field is None:
         raise MegabatchError(
             f"{option_of(key)} is {keys[key]!r}, and the fields of {row.name} are {names_text(row)}; give "
             f"{option_of(partner)} too"
         )
-    return found
+    return partner_field
 
 
 def option_of(key: str) -> str:
@@ -193,9 +193,9 @@ def field_keys(rows: list[Row], task: str | None, guesses: list[str]) -> dict[st
             return {"prompt_field": [prompt, *contexts] if contexts else prompt, "response_field": response}
     texts = [name for name, value in fields.items() if isinstance(value, str)]
     label = next((name for name in LABELS if isinstance(fields.get(name), str | int)), None)
-    rest = [name for name in texts if name != label]
-    text = next((name for name in TEXTS if name in rest), rest[0] if len(rest) == 1 else None)
-    if text is None and (text := guess_text(rows, rest)) is not None:
+    names = [name for name in texts if name != label]
+    text = next((name for name in TEXTS if name in names), names[0] if len(names) == 1 else None)
+    if text is None and (text := guess_text(rows, names)) is not None:
         guesses.append(f"text_field = {text} is guessed: it has the longest texts")
     if label is None and task == "classification" and (label := guess_label(rows, text)) is not None:
         guesses.append(f"label_field = {label} is guessed: it has the fewest values")
@@ -214,8 +214,8 @@ def guess_text(rows: list[Row], names: list[str]) -> str | None:
     """Return the field whose texts are the longest by far; None where there is none."""
     sums = {name: sum(len(str(row.fields.get(name, ""))) for row in rows) for name in names}
     longest = max(sums, key=lambda name: sums[name], default="")
-    others = [size for name, size in sums.items() if name != longest]
-    if not longest or sums[longest] < MIN_TEXT * len(rows) or sums[longest] < 2 * max(others, default=0):
+    sizes = [size for name, size in sums.items() if name != longest]
+    if not longest or sums[longest] < MIN_TEXT * len(rows) or sums[longest] < 2 * max(sizes, default=0):
         return None
     return longest
 
@@ -232,11 +232,11 @@ def measure_of(keys: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], int]:
     """Return a function of a row's fields: the bytes of the sample, 0 if nothing can be learned from it."""
     if "messages_field" in keys:
         return lambda fields: chat_bytes(fields.get(keys["messages_field"]))
-    *given, learned = fields_in({key: value for key, value in keys.items() if key != "label_field"})
+    *inputs, learned = fields_in({key: value for key, value in keys.items() if key != "label_field"})
 
     def measure(fields: Mapping[str, Any]) -> int:
-        contexts = [fields[name] for name in given[1:] if fields.get(name)]
-        texts = [*(fields.get(name) for name in given[:1]), *contexts, fields.get(learned)]
+        contexts = [fields[name] for name in inputs[1:] if fields.get(name)]
+        texts = [*(fields.get(name) for name in inputs[:1]), *contexts, fields.get(learned)]
         if not texts[-1] or not all(isinstance(text, str) for text in texts):
             return 0
         return sum(len(str(text).encode("utf-8", "replace")) for text in texts) + 1
@@ -246,7 +246,7 @@ def measure_of(keys: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], int]:
 
 def chat_bytes(messages: Any) -> int:
     """Return the bytes of a chat by the template for bytes, 0 if the assistant says nothing in it."""
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in cast(Any, messages)):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in cast(Any, messages)):
         return 0
     turns = [standard_message(message) for message in cast("list[dict[str, Any]]", messages)]
     if not any(turn.get("role") == "assistant" for turn in turns):
@@ -254,36 +254,36 @@ def chat_bytes(messages: Any) -> int:
     return sum(len(f"{turn.get('role')}: {turn.get('content')}\n".encode("utf-8", "replace")) + 1 for turn in turns)
 
 
-def add_row(found: Survey | None, measure: Callable[[Mapping[str, Any]], int] | None, row: Row) -> str:
+def add_row(findings: Survey | None, measure: Callable[[Mapping[str, Any]], int] | None, row: Row) -> str:
     """Count a row; return what is wrong with it."""
-    if found is None or measure is None:
+    if findings is None or measure is None:
         return ""
     length = measure(row.fields)
-    label = str(row.fields.get(found.keys.get("label_field", ""), "")).strip()
-    if not length or ("label_field" in found.keys and not label):
-        return f"{row.name} has nothing in one of the fields {', '.join(fields_in(found.keys))}"
-    found.lengths.append(length)
-    if label and len(found.labels) <= found.max_labels:
-        found.labels[label] += 1
+    label = str(row.fields.get(findings.keys.get("label_field", ""), "")).strip()
+    if not length or ("label_field" in findings.keys and not label):
+        return f"{row.name} has nothing in one of the fields {', '.join(fields_in(findings.keys))}"
+    findings.lengths.append(length)
+    if label and len(findings.labels) <= findings.max_labels:
+        findings.labels[label] += 1
     return ""
 
 
-def size_of(found: Survey, *, on_cpu: bool, bytes_per_token: float = 1.0) -> Size:
+def size_of(findings: Survey, *, on_cpu: bool, bytes_per_token: float = 1.0) -> Size:
     """Return the sizes of a first run: at least 100 updates, few epochs, minutes on a CPU."""
-    lengths = [int(length / bytes_per_token) + 1 for length in found.lengths]  # [N] tokens
-    is_text = "text_field" in found.keys and "label_field" not in found.keys
+    lengths = [int(length / bytes_per_token) + 1 for length in findings.lengths]  # [N] tokens
+    is_text = "text_field" in findings.keys and "label_field" not in findings.keys
     num_held_out = min(NUM_HELD_OUT, len(lengths) // 10)
     train_share = 1 - num_held_out / len(lengths)
     num_tokens, num_units, pack_tokens = sum(lengths) * train_share, len(lengths) - num_held_out, None
-    num_long = 0 if "label_field" in found.keys else sum(length > MAX_SAMPLE_TOKENS for length in lengths)
+    num_long = 0 if "label_field" in findings.keys else sum(length > MAX_SAMPLE_TOKENS for length in lengths)
     if is_text and (num_long or num_tokens / 1024 >= 32 * MIN_UPDATES):
-        pack_tokens = next((each for each in (1024, 512, 256) if num_tokens / each >= 8 * MIN_UPDATES), 256)
+        pack_tokens = next((size for size in (1024, 512, 256) if num_tokens / size >= 8 * MIN_UPDATES), 256)
         num_units, num_long = max(1, int(num_tokens / pack_tokens)), 0
-    batch = next((each for each in (32, 16, 8) if num_units * 4 // each >= MIN_UPDATES), 4)
+    batch = next((size for size in (32, 16, 8) if num_units * 4 // size >= MIN_UPDATES), 4)
     epochs = -(-MIN_UPDATES * batch // num_units)
     num_updates = num_units * epochs // batch
-    most = MAX_UPDATES
+    limit = MAX_UPDATES
     if on_cpu:
-        most = max(MIN_UPDATES, min(most, int(MAX_CPU_TOKENS * num_units / num_tokens / batch)))
-    max_steps = most if num_updates > most else None
+        limit = max(MIN_UPDATES, min(limit, int(MAX_CPU_TOKENS * num_units / num_tokens / batch)))
+    max_steps = limit if num_updates > limit else None
     return Size(batch, epochs, max_steps or num_updates, max_steps, pack_tokens, num_long)

@@ -22,10 +22,10 @@ class Hardware(NamedTuple):
 
 def read_hardware(text: str) -> Hardware:
     """Read "cpu", "1 gpu", "8 gpus", "8 h100" or "2 nodes of 8 h100"."""
-    found = HARDWARE.fullmatch(text.strip())
-    word = "" if found is None else found[3].lower()
+    match = HARDWARE.fullmatch(text.strip())
+    word = "" if match is None else match[3].lower()
     device = next((name for name in ("cpu", "gpu", *DEVICES) if word in (name, f"{name}s")), None)
-    num_nodes, per_node = (1, 1) if found is None else (int(found[1] or 1), int(found[2] or 1))
+    num_nodes, per_node = (1, 1) if match is None else (int(match[1] or 1), int(match[2] or 1))
     if device is None or not num_nodes or not per_node:
         raise MegabatchError(
             f'--hardware is {text!r}; write "cpu", "1 gpu", "8 gpus", "8 h100" or "2 nodes of 8 h100"; '
@@ -50,5 +50,5 @@ def kind_of(name: str) -> str:
     letters = name.partition("(UUID")[0].lower().replace(" ", "")
     if "a100" in letters and "40gb" in letters:
         return "a100-40g"
-    found = [device for device in DEVICES if device in letters]
-    return found[0] if found and "gh200" not in letters else "gpu"
+    devices = [device for device in DEVICES if device in letters]
+    return devices[0] if devices and "gh200" not in letters else "gpu"

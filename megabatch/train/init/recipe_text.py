@@ -103,18 +103,18 @@ def write_recipe(
         raise MegabatchError(f"{file} is there already, and nothing is overwritten; give another FILE")
     machine = read_hardware(hardware or seen_hardware())
     stated = {key: name for key, name in fields.items() if name is not None}
-    name, found = read_model(model), look(data, task, stated)
+    name, findings = read_model(model), look(data, task, stated)
     size = Size()
-    if found.lengths:
-        size = size_of(found, on_cpu=machine.device == "cpu", bytes_per_token=1 if name is None else 4)
-    text = recipe_text(str(file), name, found, size, machine)
+    if findings.lengths:
+        size = size_of(findings, on_cpu=machine.device == "cpu", bytes_per_token=1 if name is None else 4)
+    text = recipe_text(str(file), name, findings, size, machine)
     try:
         write_new(file, text)
     except OSError as error:
         raise MegabatchError(f"cannot write {file} ({error.strerror or error}); give another FILE") from None
     except UnicodeError:
         raise MegabatchError(f"an answer has bytes that are no text, which {file} cannot hold; rename it") from None
-    for line in (*found_lines(found, size), next_commands(str(file), machine)):
+    for line in (*found_lines(findings, size), next_commands(str(file), machine)):
         print_line(line)
 
 
@@ -158,25 +158,28 @@ def look(data: str, task: str | None, stated: Mapping[str, str] | None = None) -
         return survey(data, task, advance, stated)
 
 
-def found_lines(found: Survey, size: Size) -> list[str]:
+def found_lines(findings: Survey, size: Size) -> list[str]:
     """Return what was found in the data, and what the recipe makes of it."""
-    if not found.lengths:
+    if not findings.lengths:
         return []
-    count, lengths = len(found.lengths), found.lengths
+    count, lengths = len(findings.lengths), findings.lengths
     lines = [f"{count:,} samples of {sum(lengths) / count:,.0f} bytes on average, {max(lengths):,} at most"]
-    read = [f"{key} = {field_text(found.keys[key])}" for key in found.keys if key.endswith("_field")]
+    read = [f"{key} = {field_text(findings.keys[key])}" for key in findings.keys if key.endswith("_field")]
     lines.append(f"read: {', '.join(read)}")
-    if found.guesses:
+    if findings.guesses:
         options = "--text-field, --label-field, --prompt-field and --response-field"
-        lines.append(f"{'; '.join(found.guesses)}; {options} name others")
-    if "label_field" in found.keys:
-        lines.append(f"labels: {', '.join(f'{label} ({number:,})' for label, number in found.labels.most_common(12))}")
-    if found.unread:
-        advice = f" ({len(found.labels)} values in {_count(count, 'row')}; --task classification trains on them)"
-        is_label = bool(found.labels) and "label_field" not in found.keys  # too few rows of each, or too many values
-        lines.append(f"not read: {', '.join(found.unread)}{advice if is_label else ''}")
-    if found.num_broken:
-        lines.append(f"left out: {_count(found.num_broken, 'row')}, first {found.first_broken}")
+        lines.append(f"{'; '.join(findings.guesses)}; {options} name others")
+    if "label_field" in findings.keys:
+        lines.append(
+            f"labels: {', '.join(f'{label} ({number:,})' for label, number in findings.labels.most_common(12))}"
+        )
+    if findings.unread:
+        advice = f" ({len(findings.labels)} values in {_count(count, 'row')}; --task classification trains on them)"
+        # Labels that are not read have too few rows of each, or too many values.
+        is_label = bool(findings.labels) and "label_field" not in findings.keys
+        lines.append(f"not read: {', '.join(findings.unread)}{advice if is_label else ''}")
+    if findings.num_broken:
+        lines.append(f"left out: {_count(findings.num_broken, 'row')}, first {findings.first_broken}")
     if size.num_long:
         lines.append(f"left out: {_count(size.num_long, 'sample')} of more than {MAX_SAMPLE_TOKENS:,} tokens")
     if count < 10:
@@ -192,10 +195,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardware: Hardware) -> str:
+def recipe_text(file: str, model: str | None, findings: Survey, size: Size, hardware: Hardware) -> str:
     """Return the whole recipe."""
-    is_cpu, is_classifier = hardware.device == "cpu", "label_field" in found.keys
-    what = "A small model, from nothing," if model is None else f"{model}, fine-tuned"
+    is_cpu, is_classifier = hardware.device == "cpu", "label_field" in findings.keys
+    subject = "A small model, from nothing," if model is None else f"{model}, fine-tuned"
     limit = "# max_microbatch_tokens = 16384 # else the most that fits is measured before the first update"
     if is_cpu:
         tokens = 16384 if model is None else 4096
@@ -212,11 +215,11 @@ def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardwar
     if model is not None:
         model_lines = f"[model]\n{tomli_w.dumps({'name': model})}{'' if is_cpu else GPU_KEYS}"
     text = RECIPE.format(
-        title=" ".join(f"{what} on {found.keys.get('path', 'stdlib')}.".split()),
+        title=" ".join(f"{subject} on {findings.keys.get('path', 'stdlib')}.".split()),
         launch=launch_command(file, hardware),
         file=shlex.quote(file),
-        model=classifier_text(model, found) if is_classifier else model_lines,
-        data=labeled_text(model, found) if is_classifier else data_text(model, found, size),
+        model=classifier_text(model, findings) if is_classifier else model_lines,
+        data=labeled_text(model, findings) if is_classifier else data_text(model, findings, size),
         batch=size.global_batch_size,
         unit="samples" if size.pack_tokens is None else f"rows of {size.pack_tokens} tokens",
         limit=limit,
@@ -234,23 +237,23 @@ def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardwar
     return text + (PARALLEL if hardware.per_node * hardware.num_nodes > 1 else "")
 
 
-def data_text(model: str | None, found: Survey, size: Size) -> str:
+def data_text(model: str | None, findings: Survey, size: Size) -> str:
     """Return the lines of [data]."""
-    lines = [line for key, value in found.keys.items() for line in toml_lines(key, value)]
-    if "source" in found.keys and "path" in found.keys:
+    lines = [line for key, value in findings.keys.items() for line in toml_lines(key, value)]
+    if "source" in findings.keys and "path" in findings.keys:
         kinds = {"text": "a line is a document; documents: a file", "documents": "a file is a document; text: a line"}
-        lines[1] += f" # {kinds[found.keys['source']]}"
-    if found.unread:
-        lines.append(f"# not read: {', '.join(' '.join(name.split()) for name in found.unread[:12])}")
-    if [*found.keys] == ["path"]:
+        lines[1] += f" # {kinds[findings.keys['source']]}"
+    if findings.unread:
+        lines.append(f"# not read: {', '.join(' '.join(name.split()) for name in findings.unread[:12])}")
+    if [*findings.keys] == ["path"]:
         lines.append("# set text_field, or prompt_field and response_field, or messages_field, where names are unusual")
-    if found.num_broken:
-        lines.append(f'broken_rows = "skip" # {found.num_broken:,} rows cannot be read')
+    if findings.num_broken:
+        lines.append(f'broken_rows = "skip" # {findings.num_broken:,} rows cannot be read')
     if size.pack_tokens is not None:
         lines.append(f"pack_tokens = {size.pack_tokens} # documents share rows of so many tokens")
-    elif size.num_long or model is not None or not found.lengths:
-        left = f": {size.num_long:,} of {len(found.lengths):,}" if size.num_long else ""
-        lines.append(f"max_sample_tokens = {MAX_SAMPLE_TOKENS} # longer samples are left out, and counted{left}")
+    elif size.num_long or model is not None or not findings.lengths:
+        share = f": {size.num_long:,} of {len(findings.lengths):,}" if size.num_long else ""
+        lines.append(f"max_sample_tokens = {MAX_SAMPLE_TOKENS} # longer samples are left out, and counted{share}")
     return "\n".join(lines) + "\n"
 
 
@@ -261,19 +264,19 @@ def toml_lines(key: str, value: str | list[str]) -> list[str]:
     return [f"{key} = {json.dumps(value, ensure_ascii=False)} # joined by newlines, without those that are empty"]
 
 
-def classifier_text(model: str | None, found: Survey) -> str:
+def classifier_text(model: str | None, findings: Survey) -> str:
     """Return the lines of [model] of a classifier."""
     return CLASSIFIER.format(
         tokenizer=model or "bytes",
         base="a small ModernBERT on bytes, from nothing" if model is None else model,
-        labels=json.dumps(sorted(found.labels), ensure_ascii=False),
+        labels=json.dumps(sorted(findings.labels), ensure_ascii=False),
         sizes=SMALL_CLASSIFIER if model is None else tomli_w.dumps({"name": model}).rstrip(),
     )
 
 
-def labeled_text(model: str | None, found: Survey) -> str:
+def labeled_text(model: str | None, findings: Survey) -> str:
     """Return the lines of [data] of a classifier."""
-    options = {**found.keys, "tokenizer": model or "bytes", "max_tokens": 512}
+    options = {**findings.keys, "tokenizer": model or "bytes", "max_tokens": 512}
     lines = [
         'function = "megabatch.train.classification:data"',
         "",
@@ -281,9 +284,9 @@ def labeled_text(model: str | None, found: Survey) -> str:
         *tomli_w.dumps(options).splitlines(),
     ]
     lines[-1] += " # longer texts are cut"
-    lines.append(f"labels = {json.dumps(sorted(found.labels), ensure_ascii=False)}")
-    if found.num_broken:
-        lines.append(f'broken_rows = "skip" # {found.num_broken:,} rows cannot be read')
+    lines.append(f"labels = {json.dumps(sorted(findings.labels), ensure_ascii=False)}")
+    if findings.num_broken:
+        lines.append(f'broken_rows = "skip" # {findings.num_broken:,} rows cannot be read')
     lines += ["", "[loss]", 'function = "megabatch.losses:classification" # a sum over samples, and their number']
     return "\n".join(lines) + "\n"
 
