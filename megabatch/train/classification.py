@@ -36,10 +36,10 @@ def model(labels: Sequence[str], name: str | None = None, **sizes: Any) -> nn.Mo
         )
         return ModernBertForSequenceClassification(config)
     with silence():
-        found = cast(Any, AutoModelForSequenceClassification).from_pretrained(name, **classes)
-    if found.config.pad_token_id is None:  # by which a decoder finds the last token
-        found.config.pad_token_id = found.config.eos_token_id
-    return found
+        classifier = cast(Any, AutoModelForSequenceClassification).from_pretrained(name, **classes)
+    if classifier.config.pad_token_id is None:  # by which a decoder finds the last token
+        classifier.config.pad_token_id = classifier.config.eos_token_id
+    return classifier
 
 
 def data(
@@ -57,7 +57,7 @@ def data(
         MegabatchError: A row has a label that ``labels`` lacks; with "stop" also one that cannot be read or has no
             text or no label.
     """
-    encode, numbers = load_tokenizer(ModelConfig(tokenizer=tokenizer)), {each: at for at, each in enumerate(labels)}
+    encode, numbers = load_tokenizer(ModelConfig(tokenizer=tokenizer)), {label: at for at, label in enumerate(labels)}
     samples: list[dict[str, Tensor]] = []
     for row in rows_of(SourceConfig(path=path), KEY):
         try:

@@ -225,15 +225,16 @@ class Callbacks:
         self.may_split = any(callback.splits_updates for callback in callbacks)
         # Callbacks of the user's may change the samples, by numpy too.
         self.may_change = any(
-            not type(each).__module__.startswith("megabatch.") for each in (*self.before_update, *self.around_backward)
+            not type(callback).__module__.startswith("megabatch.")
+            for callback in (*self.before_update, *self.around_backward)
         )
 
     def without(self, callback: Callback) -> "Callbacks":
         """Return the others."""
-        return Callbacks([each for each in self.all if each is not callback])
+        return Callbacks([candidate for candidate in self.all if candidate is not callback])
 
     def _overriding(self, event: str) -> list[Callback]:
-        return [each for each in self.all if getattr(type(each), event) is not getattr(Callback, event)]
+        return [callback for callback in self.all if getattr(type(callback), event) is not getattr(Callback, event)]
 
 
 _apart: dict[torch.device, torch.cuda.Stream] = {}  # streams for copies to the host

@@ -59,8 +59,8 @@ def reason_to_ask(place: str, recipe: Path, *, is_run: bool) -> str:
         return "and you have not started this run on this machine"
     if not is_run and (file is None or not is_below(file, (Path.cwd(), recipe.parent))):
         return "which is neither below the working folder nor below the recipe's"
-    found = [each for each in (recipe, file) if each is not None and each.exists()]
-    return next((f"and {reason}" for each in found if (reason := open_to_others(each))), "")
+    paths = [path for path in (recipe, file) if path is not None and path.exists()]
+    return next((f"and {reason}" for path in paths if (reason := open_to_others(path))), "")
 
 
 def local_file(module: str) -> Path | None:

@@ -74,7 +74,7 @@ def load_limit(config: Config, ranks: Ranks, checkpoint: Path | None) -> ChosenL
 def _parse_limit(saved: Mapping[str, Any]) -> TunedLimit:
     values = dict(saved)
     values["cost"] = CostModel(**saved["cost"])
-    values["measured"] = tuple(MeasuredMicrobatch(**each) for each in saved["measured"])
+    values["measured"] = tuple(MeasuredMicrobatch(**fields) for fields in saved["measured"])
     return TunedLimit(**values)
 
 
@@ -143,6 +143,4 @@ def longest(data: Data, samples: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(samples, Deferred):
         return [train[index], *samples[1:]]
     lengths = [int(train.lengths[index]), *samples.lengths[1:]]  # in the unit of the samples' own lengths
-    return Deferred(
-        lambda asked: samples[asked] if asked else train[index], lengths, look_ahead=0, measured=samples.measured
-    )
+    return Deferred(lambda row: samples[row] if row else train[index], lengths, look_ahead=0, measured=samples.measured)
