@@ -51,9 +51,9 @@ def meta_tensors(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().to("meta") for tensor in tensors)
 
 
-def difference(found: Any, expected: Sequence[Tensor]) -> str | None:
+def difference(output: Any, expected: Sequence[Tensor]) -> str | None:
     """Describe the difference between tensors and their expected shapes and dtypes; None where there is none."""
-    leaves = found if isinstance(found, tuple | list) else (found,)
+    leaves = output if isinstance(output, tuple | list) else (output,)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or is_dtensor(leaf):
             return f"a {type(leaf).__name__} where a plain tensor was expected"
@@ -74,7 +74,7 @@ def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
         )
     rows = [call.num_rows for call in calls]
     leaves = [_pad_input(values, rows) for values in zip(*flat, strict=True)]
-    return [Inputs(*pytree.tree_unflatten(list(each), specs[0])) for each in zip(*leaves, strict=True)]
+    return [Inputs(*pytree.tree_unflatten(list(values), specs[0])) for values in zip(*leaves, strict=True)]
 
 
 def _pad_input(values: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
@@ -101,31 +101,31 @@ def _pad_tensor(value: Tensor, largest: Sequence[int]) -> Tensor:
     return torch.cat([value, value[-1:].expand(largest[0] - len(value), *value.shape[1:])])
 
 
-def crop_output(output: Sequence[Tensor], shape: Shape, whole: Inputs, real: Inputs) -> list[Tensor]:
-    """Crop the output for the padded ``whole`` to the shapes that ``shape`` gives for ``real``."""
+def crop_output(output: Sequence[Tensor], shape: Shape, padded: Inputs, real: Inputs) -> list[Tensor]:
+    """Crop the output for the ``padded`` inputs to the shapes that ``shape`` gives for ``real``."""
     wanted = meta_tensors(shape, real)
-    if whole.num_rows != real.num_rows:
-        _check_rows(meta_tensors(shape, whole), wanted, whole, real)
-    return [leaf[tuple(map(slice, each.shape))] for leaf, each in zip(output, wanted, strict=True)]
+    if padded.num_rows != real.num_rows:
+        _check_rows(meta_tensors(shape, padded), wanted, padded, real)
+    return [leaf[tuple(map(slice, target.shape))] for leaf, target in zip(output, wanted, strict=True)]
 
 
-def _check_rows(expected: Sequence[Tensor], wanted: Sequence[Tensor], whole: Inputs, real: Inputs) -> None:
+def _check_rows(expected: Sequence[Tensor], wanted: Sequence[Tensor], padded: Inputs, real: Inputs) -> None:
     """Raise `PlanError` where repeated rows cannot be removed from the output."""
-    sizes = [(each.shape[:1], other.shape[:1]) for each, other in zip(expected, wanted, strict=True)]
-    if any(size != ((whole.num_rows,), (real.num_rows,)) for size in sizes):
+    sizes = [(before.shape[:1], after.shape[:1]) for before, after in zip(expected, wanted, strict=True)]
+    if any(size != ((padded.num_rows,), (real.num_rows,)) for size in sizes):
         raise PlanError(
-            f"a microbatch of {real.num_rows} rows was filled up to {whole.num_rows}, but output= says no samples in "
+            f"a microbatch of {real.num_rows} rows was filled up to {padded.num_rows}, but output= says no samples in "
             "dim 0, so they cannot be taken out again; return samples in dim 0 from the last stage"
         )
 
 
 def fingerprint(microbatches: Sequence[Any]) -> int:
     """Hash the shapes of microbatches, and the numbers that are on the CPU."""
-    found = 0
+    digest = 0
     for leaf in pytree.tree_leaves(list(microbatches)):
         if isinstance(leaf, Tensor):
-            found = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), found)
+            digest = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), digest)
             if leaf.device.type == "cpu":  # reading others would wait
                 start = leaf.detach().reshape(-1)[: SEEN_BYTES // leaf.element_size()]
-                found = zlib.crc32(start.contiguous().view(torch.uint8).numpy().tobytes(), found)
-    return found
+                digest = zlib.crc32(start.contiguous().view(torch.uint8).numpy().tobytes(), digest)
+    return digest

@@ -112,7 +112,7 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
         ordered = [microbatches[index] for index in order]
         if model.ranks.context_groups:
             ordered = _cut_over_context(ordered, sizes, model.ranks)
-        return [MicrobatchStep(each, index, {}, {}, False) for index, each in enumerate(ordered)]
+        return [MicrobatchStep(microbatch, index, {}, {}, False) for index, microbatch in enumerate(ordered)]
 
     last = _LastStage(model, *_recorded_by_all(make, loss_fn, model, device, None, sizes), loss_fn, None)
     try:
@@ -132,11 +132,11 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
 def _shapes_of_all(microbatches: Sequence[Microbatch], ranks: DataRanks) -> list[tuple[int, int]]:
     """Return the largest rows and columns of each microbatch over all ranks. Raises if their numbers differ."""
     inputs = [Inputs((microbatch,), {}) for microbatch in microbatches]
-    shapes: list[list[tuple[int, int]]] = ranks.exchange_objects([(each.num_rows, each.num_columns) for each in inputs])
+    shapes: list[list[tuple[int, int]]] = ranks.exchange_objects([(call.num_rows, call.num_columns) for call in inputs])
     if len(numbers := set(map(len, shapes))) > 1:
         raise PlanError(f"ranks were given {min(numbers)} and {max(numbers)} microbatches; give every rank as many")
     return [
-        (max(rows), max(columns)) for rows, columns in (zip(*each, strict=True) for each in zip(*shapes, strict=True))
+        (max(rows), max(columns)) for rows, columns in (zip(*sizes, strict=True) for sizes in zip(*shapes, strict=True))
     ]
 
 
@@ -212,33 +212,33 @@ def _recorded_by_all(
     An error on one rank is raised on all ranks. Without a ``loss_factor`` nothing is differentiated. ``sizes`` are the
     numbers of microbatches that are to have one shape.
     """
-    made, calls, seen, failure, ranks, trains = [], [], 0, None, model.ranks, loss_factor is not None
+    steps, calls, digest, failure, ranks, trains = [], [], 0, None, model.ranks, loss_factor is not None
     try:
-        made = make()
-        seen = fingerprint([step.microbatch for step in made])  # each stage computes from its own copy of the inputs
-        calls = [_recorded(loss_fn, step, device, trains) for step in made]
+        steps = make()
+        digest = fingerprint([step.microbatch for step in steps])  # each stage computes from its own copy of the inputs
+        calls = [_recorded(loss_fn, step, device, trains) for step in steps]
         for start, end in _ranges(sizes):
             in_one_shape(calls[start:end])
     except Exception as error:  # the user's loss may raise anything, and the other ranks must know
         failure = error
-    own = [seen, zlib.crc32(repr(tuple(sizes)).encode()), loss_factor or 0.0, model.num_stages]
-    rows = ranks.exchange_numbers([float(failure is not None), *map(float, own)])
+    facts = [digest, zlib.crc32(repr(tuple(sizes)).encode()), loss_factor or 0.0, model.num_stages]
+    rows = ranks.exchange_numbers([float(failure is not None), *map(float, facts)])
     if any(failed for failed, *_ in rows):
         raise first_failure(ranks, failure)
-    if len({tuple(rest) for _, _, _, *rest in rows}) > 1:
+    if len({tuple(settings) for _, _, _, *settings in rows}) > 1:
         raise PlanError("ranks differ in the number or the wrapper of their stages; give all ranks the same")
-    if trains and len({steps for _, _, steps, *_ in rows}) > 1:
+    if trains and len({cut for _, _, cut, *_ in rows}) > 1:
         raise PlanError(
             "ranks were given plans with other schedule steps; give all ranks the last_plan of one call, or leave plan "
             "out"
         )
     for rank in range(ranks.num_weighing):  # ranks along pp and tp, which have the same
-        if len({seen for _, seen, *_ in rows[rank :: ranks.num_weighing]}) > 1:
+        if len({digest for _, digest, *_ in rows[rank :: ranks.num_weighing]}) > 1:
             raise PlanError(
                 f"the stages of data rank {rank % ranks.degree} were given microbatches that differ; let collate draw "
                 "no random numbers, or the same on all ranks along pp and tp"
             )
-    return made, calls
+    return steps, calls
 
 
 def _cut_call_over_context(
@@ -327,7 +327,7 @@ class _LastStage:
             self._failure = self._failure or (self._model.num_stages, error)
             return nothing_of(output)
         self._terms[index] = (
-            terms if self._opened is not None else {name: _detached(each) for name, each in terms.items()}
+            terms if self._opened is not None else {name: _detached(term) for name, term in terms.items()}
         )
         return objective
 
@@ -364,13 +364,13 @@ def _broadcast_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: 
     remaining numbers.
     """
     named: list[Named] = [
-        [(name, each.total.requires_grad, None if isinstance(each.weight, Tensor) else each.weight)
-         for name, each in one.items()]
-        for one in terms
+        [(name, term.total.requires_grad, None if isinstance(term.weight, Tensor) else term.weight)
+         for name, term in pairs.items()]
+        for pairs in terms
     ]  # fmt: skip
     named = model.stage_ranks.exchange_objects(named)[model.last_rank]
-    length = sum(1 + (weight is None) for one in named for _, _, weight in one)
-    values = [value for one in terms for each in one.values() for value in each if isinstance(value, Tensor)]
+    length = sum(1 + (weight is None) for entries in named for _, _, weight in entries)
+    values = [value for pairs in terms for term in pairs.values() for value in term if isinstance(value, Tensor)]
     dtype = accumulation_dtype(device)
     if model.has_last_stage:
         numbers = torch.stack([value.detach().to(device, dtype) for value in values])
@@ -380,6 +380,6 @@ def _broadcast_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: 
     remaining = iter(numbers.unbind())
     return [
         {name: Term(next(remaining).requires_grad_(grad), next(remaining) if weight is None else weight)
-         for name, grad, weight in one}
-        for one in named
+         for name, grad, weight in entries}
+        for entries in named
     ]  # fmt: skip

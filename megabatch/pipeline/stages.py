@@ -50,7 +50,7 @@ class ScheduleKind(NamedTuple):
 
     def indices(self, rank: int, ranks: int, per_rank: int) -> list[int]:
         """Return the indices of a rank's stages."""
-        return [rank, 2 * ranks - 1 - rank] if self.goes_back else [rank + ranks * each for each in range(per_rank)]
+        return [rank, 2 * ranks - 1 - rank] if self.goes_back else [rank + ranks * turn for turn in range(per_rank)]
 
 
 def _any(microbatches: int, ranks: int, stages: int) -> int:
@@ -62,7 +62,7 @@ def _one_per_stage(microbatches: int, ranks: int, stages: int) -> int:
 
 
 def _whole_rounds(microbatches: int, ranks: int, stages: int) -> int:
-    return next(each for each in count(microbatches) if each % max(1, each // ranks) == 0)
+    return next(number for number in count(microbatches) if number % max(1, number // ranks) == 0)
 
 
 SCHEDULES = {
@@ -226,7 +226,7 @@ class Pipeline(SelfWrapped):
                 _keep_unsharded(stage.submod)
             stage.has_backward, stage.reduces = backward, reduces
             stage.clear_runtime_states()
-        args, kwargs = [each.args for each in inputs], [each.kwargs for each in inputs]
+        args, kwargs = [call.args for call in inputs], [call.kwargs for call in inputs]
         try:
             run_schedule(schedule, args, kwargs, backward=backward)
         except RuntimeError as error:  # torch wraps what a stage raises
@@ -253,16 +253,16 @@ class Pipeline(SelfWrapped):
         return self._schedules[key]
 
     def _made(self, inputs: Inputs, num_microbatches: int, device: torch.device) -> tuple[Any, list["_Stage"]]:
-        between = tuple(each.requires_grad_(each.is_floating_point()) for each in meta_tensors(self.boundary, inputs))
-        ends = tuple(each for each in inputs.args if isinstance(each, Tensor)), meta_tensors(self.output, inputs)
-        made = [
+        between = tuple(leaf.requires_grad_(leaf.is_floating_point()) for leaf in meta_tensors(self.boundary, inputs))
+        ends = tuple(value for value in inputs.args if isinstance(value, Tensor)), meta_tensors(self.output, inputs)
+        stages = [
             _Stage(self, module, index, device, ends[0] if index == 0 else between,
                    ends[1] if index == self.num_stages - 1 else between)
             for module, index in zip(self.stages, self.indices, strict=True)
         ]  # fmt: skip
         # torch's schedules of one stage take the stage itself.
-        given = made[0] if self.kind.per_rank == 1 else made
-        return self.kind.make(given, num_microbatches, loss_fn=self._ask, scale_grads=False), made
+        stage_or_stages = stages[0] if self.kind.per_rank == 1 else stages
+        return self.kind.make(stage_or_stages, num_microbatches, loss_fn=self._ask, scale_grads=False), stages
 
     def _ask(self, output: Any, index: int) -> Tensor:
         """Call the loss of the running step. The schedule outlives a step, so it cannot hold the loss itself."""
@@ -294,17 +294,17 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            found = returned = super().forward_maybe_with_nosync(*args, **kwargs)
+            output = returned = super().forward_maybe_with_nosync(*args, **kwargs)
             if self.is_last:  # torch needs a tensor or a tuple, the loss the original structure
-                leaves, self._pipeline.structure = pytree.tree_flatten(found)
+                leaves, self._pipeline.structure = pytree.tree_flatten(output)
                 returned = tuple(leaves)
             self._check(returned)
         except Exception as error:  # the other ranks wait for the step, so finish it
             if is_out_of_memory(error) or is_of_message(error):  # the error broadcast reports it
                 raise
             if self._pipeline.ranks_meet:  # this rank has left the stage's collectives half-way
-                seen = error if isinstance(error, MegabatchError) else in_one_line(error)
-                failed = MegabatchError(f"stage {self.stage_index} failed ({seen}); mend that, and start again")
+                cause = error if isinstance(error, MegabatchError) else in_one_line(error)
+                failed = MegabatchError(f"stage {self.stage_index} failed ({cause}); mend that, and start again")
                 failed.strands_others = True  # the error broadcast tells them
                 raise failed from error
             self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
@@ -337,7 +337,7 @@ class _Stage(PipelineStage):
         if (problem := difference(returned, self._outputs)) is not None:
             says = "output=" if self.is_last else "boundary="
             raise PlanError(f"stage {self.stage_index} returned {problem}; say in {says} of Pipeline what it returns")
-        if self.has_backward and not any(each.requires_grad for each in pytree.tree_leaves(returned)):
+        if self.has_backward and not any(leaf.requires_grad for leaf in pytree.tree_leaves(returned)):
             raise PlanError(
                 f"stage {self.stage_index} returned nothing that carries a gradient; compute it from the stage's "
                 "parameters, undetached"
@@ -353,10 +353,10 @@ def _keep_unsharded(stage: nn.Module) -> None:
 
 def nothing_of(output: Any) -> Tensor:
     """Return zero, with a graph through every tensor of an output."""
-    found = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return (
-        torch.stack([each.sum() * 0.0 for each in found]).sum()
-        if found
+        torch.stack([tensor.sum() * 0.0 for tensor in tensors]).sum()
+        if tensors
         else torch.zeros((), requires_grad=True, device="cpu")
     )
 

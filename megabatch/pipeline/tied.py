@@ -44,11 +44,12 @@ class TiedParameters:
         ranks: DataRanks,
     ) -> None:  # fmt: skip
         self._ranks, self._stages = ranks, DataRanks(pipeline_groups=[group])
-        own = set(map(id, parameters))
-        told = self._stages.exchange_objects({name: _facts(each, id(each) in own) for name, each in copies.items()})
-        self.names = sorted({name for each in told for name in each})  # those of all ranks
-        holders = {name: [rank for rank, each in enumerate(told) if name in each] for name in self.names}
-        facts = {name: [each[name] for each in told if name in each] for name in self.names}
+        ids = set(map(id, parameters))
+        local_facts = {name: _facts(parameter, id(parameter) in ids) for name, parameter in copies.items()}
+        reports = self._stages.exchange_objects(local_facts)
+        self.names = sorted({name for report in reports for name in report})  # those of all ranks
+        holders = {name: [rank for rank, report in enumerate(reports) if name in report] for name in self.names}
+        facts = {name: [report[name] for report in reports if name in report] for name in self.names}
         self._raise_first([_problem_of(name, holders[name], facts[name]) for name in self.names])
         self.copies = {
             name: TiedCopy(copies[name], _group_of(holders[name], group), holders[name][0] == group.rank())
@@ -78,24 +79,24 @@ class TiedParameters:
 
         Raises `PlanError` on all ranks if copies have come to differ.
         """
-        own = {
+        local_facts = {
             name: (int(checksum(local(copy.parameter.detach()))), copy.parameter.grad is not None)
             for name, copy in self.copies.items()
         }
-        told = self._stages.exchange_objects(own)
-        sums = {name: {each[name][0] for each in told if name in each} for name in self.names}
+        reports = self._stages.exchange_objects(local_facts)
+        sums = {name: {report[name][0] for report in reports if name in report} for name in self.names}
         self._raise_first([
             f"copies of the tied parameter {name!r} have different weights; load the same into all, and step them "
             "alike, with one learning rate and weight decay"
-            for name, found in sums.items() if len(found) > 1
+            for name, checksums in sums.items() if len(checksums) > 1
         ])  # fmt: skip
-        return {name for each in told for name, (_, has_gradient) in each.items() if has_gradient}
+        return {name for report in reports for name, (_, has_gradient) in report.items() if has_gradient}
 
     def _raise_first(self, problems: Sequence[str | None]) -> None:
         """Raise the first problem of any rank on all: those of other data ranks have copies of their own."""
-        told = self._ranks.exchange_objects(next(filter(None, problems), None))
-        if any(told):
-            raise PlanError(next(filter(None, told)))
+        answers = self._ranks.exchange_objects(next(filter(None, problems), None))
+        if any(answers):
+            raise PlanError(next(filter(None, answers)))
 
 
 def _facts(parameter: nn.Parameter, is_known: bool) -> str:

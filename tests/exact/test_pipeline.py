@@ -169,7 +169,7 @@ OWN = (
              "[setattr(each, 'grad', None) for each in self.submod.parameters()]"),
     Mutation("reshard before the gradients of weights", "pipeline/stages.py", "_keep_unsharded(stage.submod)", "pass"),
     Mutation("leave what was filled up", "pipeline/pad_to_shape.py",
-             "[leaf[tuple(map(slice, each.shape))] for", "[leaf for"),
+             "[leaf[tuple(map(slice, target.shape))] for", "[leaf for"),
     Mutation("forget the norm of other stages", "wrappers/pipeline_wrapper.py",
              "self.norm_groups = list(self.stage_ranks.pipeline_groups)", "self.norm_groups = []"),
 )  # fmt: skip
