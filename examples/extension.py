@@ -13,15 +13,19 @@ class LargestGradient(Extension):
     before, norms, largest = 0.0, (), ()
 
     def surround_steps(self, steps, call):
+        trained = [parameter for parameter in call.model.parameters() if parameter.requires_grad]
         for step in steps:
             yield step  # its forward and backward run here; under DDP, the last of a call sums over ranks
-            after = torch.cat([parameter.grad.flatten() for parameter in call.model.parameters()])
+            after = torch.cat([parameter.grad.flatten() for parameter in trained])
             self.norms += (float((after - self.before).norm()),)
             self.before = after
 
     def after_finalize(self, gradient, update):
-        self.largest += (max(self.norms),)
-        print(f"microbatch {self.norms.index(max(self.norms))} of {len(self.norms)} has {max(self.norms):.4f}")
+        self.largest += (max(self.norms, default=0.0),)
+        print(f"the largest gradient of {len(self.norms)} microbatches has the norm {self.largest[-1]:.4f}")
+        self.after_drop(gradient)
+
+    def after_drop(self, gradient):  # a call failed, or discard(): its samples come again
         self.before, self.norms = 0.0, ()
 
     def state_dict(self):

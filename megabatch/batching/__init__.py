@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megabatch.batching.packing_check import equal_but_rounding as equal_but_rounding
     from megabatch.batching.padding import Padding as Padding
     from megabatch.batching.shared_prefix import SharedPrefix as SharedPrefix
+    from megabatch.core.samples import Batching as Batching
     from megabatch.core.samples import Padded as Padded
     from megabatch.core.samples import pad_right as pad_right
     from megabatch.core.samples import sample_length as sample_length
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 else:
     _HOME = {  # public name → its module
         "IGNORED_LABEL": "megabatch.torch_private.loss_nodes",
+        "Batching": "megabatch.core.samples",
         "Deferred": "deferred",
         "InsideSamples": "inside_samples",
         "OneRow": "packed_row",

@@ -179,7 +179,8 @@ class Accumulator:
                 for before_call in self._extensions.before_call:
                     before_call(self, batch, loss_fn)
             sums = None
-            # All ranks raise `ReplanError`, before anything has run.
+            # A check of "auto" raises `ReplanError` for samples that need another limit, on all ranks, before anything
+            # has run. The limit is then measured anew, and the checks do not run twice.
             with contextlib.suppress(ReplanError):
                 sums = self._add(batch, loss_fn, plan, self._extensions.check_call)
             if sums is None:
@@ -496,3 +497,5 @@ class Accumulator:
         self.wrapper.discard()
         self._wide.discard()
         drop_gradients(self.wrapper.parameters)
+        for after_drop in self._extensions.after_drop:
+            after_drop(self)

@@ -91,6 +91,12 @@ class Extension:
     def after_finalize(self, gradient: Any, update: Update) -> None:
         """Run when an update is complete, and ``p.grad`` is its gradient. An error is raised on this rank alone."""
 
+    def after_drop(self, gradient: Any) -> None:
+        """Run when the open update, if there is one, was dropped: by `discard`, or since a call failed.
+
+        Its samples may be given again, in another cut.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, under names that no other extension uses.
 
@@ -123,6 +129,7 @@ class Extensions:
         # After a microbatch, the first runs first.
         self.surround_steps = _watched(self._methods("surround_steps")[::-1])
         self.after_finalize = self._methods("after_finalize")
+        self.after_drop = self._methods("after_drop")
 
     def _methods(self, event: str) -> list[Callable[..., Any]]:
         """Return the methods of the extensions that override an event."""
@@ -169,7 +176,10 @@ def _check_extensions(extensions: Sequence[Extension]) -> None:
 
 
 def _watched(surrounding: list[Callable[..., Steps]]) -> list[Callable[..., Steps]]:
-    """Return the surrounding generators between two others, which check that every step passes through once."""
+    """Return the surrounding generators between two others, which check that every step passes through once.
+
+    ``note`` is next to the accumulator's own steps and runs first. ``check`` is what the accumulator iterates over.
+    """
     if not surrounding:
         return []
     waiting: list[int] = []

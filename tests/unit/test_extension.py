@@ -120,6 +120,30 @@ def test_an_error_of_an_extension_drops_the_update() -> None:
     assert gradient.open_update is None
 
 
+def test_an_extension_hears_that_an_update_was_dropped() -> None:
+    class Counting(Extension):
+        num_dropped = 0
+
+        def after_drop(self, gradient: Any) -> None:
+            assert gradient.model.weight.grad is None
+            self.num_dropped += 1
+
+    def failing(model: Any, microbatch: Any) -> tuple[torch.Tensor, int]:
+        raise ValueError("a loss that fails")
+
+    counting = Counting()
+    gradient = GradientAccumulator(nn.Linear(2, 1), micro_batch_size=2, extensions=[counting])
+    gradient.forward_backward(BATCH, squares)
+    gradient.finalize()
+    assert counting.num_dropped == 0
+    gradient.forward_backward(BATCH, squares)
+    gradient.discard()
+    assert counting.num_dropped == 1
+    with pytest.raises(ValueError, match="fails"):
+        gradient.forward_backward(BATCH, failing)
+    assert counting.num_dropped == 2
+
+
 def test_an_extension_belongs_to_one_accumulator() -> None:
     shared = Recorder("a", [])
     GradientAccumulator(nn.Linear(2, 1), micro_batch_size=2, extensions=[shared])
