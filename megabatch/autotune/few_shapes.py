@@ -2,22 +2,22 @@
 
 Tokens without a label fill a microbatch up. They are neutral where no other token sees them, and where the loss leaves
 them out. So the model must be one of transformers', without code of the user's, experts and statistics of a batch, and
-the loss one of `shapes_planner.LOSSES`. `verify` compares the gradient.
+the loss one that says it leaves them out. `verify` compares the gradient.
 """
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from megabatch.autotune.shapes_planner import ShapesPlanner, check_loss
-from megabatch.batching.packed_row import OneRow
 from megabatch.core.agreement import first_failure
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.extension import Extension
 from megabatch.core.odd_values import to_dense_tensor
-from megabatch.core.samples import Batch, Padded
+from megabatch.core.samples import Batch
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError
 from megabatch.inspection.mixing_causes import find_mixing_causes
@@ -101,21 +101,21 @@ class FewShapes(Extension):
                 _check_sample(samples.one(max(range(len(samples)), key=lengths.__getitem__)))
         except Exception as error:  # the user's data may raise anything; the other ranks must know
             failure = error
-        failed, known, of_ranks = zip(*ranks.exchange_objects((failure is not None, self.shapes, lengths)), strict=True)
+        announced = failure is not None, self.shapes, lengths
+        failed, shapes_of_ranks, lengths_of_ranks = zip(*ranks.exchange_objects(announced), strict=True)
         if any(failed):
             raise first_failure(ranks, failure)
-        if len(set(known)) > 1:
+        if len(set(shapes_of_ranks)) > 1:
             raise PlanError("Shapes are not the same on all ranks; load one state_dict() on all of them, or on none")
-        if not any(of_ranks):
+        if not any(lengths_of_ranks):
             return planner
         if not self.shapes:
-            free = ShapesPlanner.of(planner, ())
-            rows, tokens = free.limits
-            every = [length for lengths_of_rank in of_ranks for length in lengths_of_rank]
-            check_lengths(every, tokens)
+            rows, tokens = planner.limits
+            lengths = list(itertools.chain.from_iterable(lengths_of_ranks))
+            check_lengths(lengths, tokens)
             self.shapes = choose_shapes(
-                every, self.count, num_samples=max(map(len, of_ranks)), max_rows=rows, max_tokens=tokens,
-                cost=planner.known_cost, packed=not free.has_rows,
+                lengths, self.count, num_samples=max(map(len, lengths_of_ranks)), max_rows=rows, max_tokens=tokens,
+                cost=planner.known_cost, packed=not planner.has_rows,
             )  # fmt: skip
             self.shapes = ranks.exchange_objects(self.shapes)[0]  # limits and costs may be each rank's own
         self.is_settled = True
@@ -124,11 +124,9 @@ class FewShapes(Extension):
 
 def _problem_of_settings(planner: MicrobatchPlanner) -> str | None:
     batching = planner.batching
-    if not isinstance(batching, Padded | OneRow):
-        return "a collate function other than OneRow, which decides the shape itself"
-    if isinstance(batching, OneRow) and batching.adds_lengths:
-        return "OneRow(flash_attn_kwargs=True), whose ends of sequences have other shapes"
-    if isinstance(batching, OneRow) and planner.micro_batch_size is not None:
+    if batching.shape_problem is not None:
+        return batching.shape_problem
+    if not batching.has_rows and planner.micro_batch_size is not None:
         return "OneRow with micro_batch_size, which says nothing about a row's tokens (give max_microbatch_tokens)"
     if planner.length is not None:
         return "length=, which may count other tokens than those that are filled up"

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,19 +18,26 @@ from megabatch.autotune.memory import (
     measure_time,
 )
 from megabatch.core.agreement import first_failure
-from megabatch.core.call import CallAgreement, MicrobatchPlanner, PreparedBatch, collate_planned, iterate_steps
-from megabatch.core.contract import LossFunction, loss_hooks, weigh_of
+from megabatch.core.call import (
+    CallAgreement,
+    MicrobatchPlanner,
+    MicrobatchStep,
+    PreparedBatch,
+    collate_planned,
+    iterate_steps,
+)
+from megabatch.core.contract import LossFunction, Term, loss_hooks, weigh_of
 from megabatch.core.gradients import Gradients, drop_gradients, no_float16_autocast
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
-from megabatch.guards.divided_loss import LossRun
 from megabatch.inspection.error_kinds import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.planning.limit_search import MemoryRoom, TimedMicrobatch
 from megabatch.planning.limits import MeasuredMicrobatch
 from megabatch.planning.plan import Plan
 from megabatch.torch_private.operations import pytree
 
+ComputeTerms = Callable[[LossFunction, Mapping[str, float], MicrobatchStep], dict[str, Term]]
 LACKS_MEMORY = 2.0  # in the message after a measured update: it ran out of memory; 1.0 is any other error
 
 
@@ -57,10 +64,16 @@ class LongestSample:
 
 
 class MeasuredModel:
-    """A model with its wrapper, for measured updates."""
+    """A model with its wrapper, for measured updates.
 
-    def __init__(self, model: Any, wrapper: Wrapper, wide: Gradients) -> None:
-        self.model, self.wrapper, self.wide = model, wrapper, wide
+    Args:
+        compute_terms: ``compute_terms(loss_fn, divisors, step)`` runs a loss on a microbatch, and returns its terms.
+        wrapper: The wrapper of the model.
+        wide: Accumulates its gradients.
+    """
+
+    def __init__(self, compute_terms: ComputeTerms, wrapper: Wrapper, wide: Gradients) -> None:
+        self.compute_terms, self.wrapper, self.wide = compute_terms, wrapper, wide
 
     @property
     def waits(self) -> bool:
@@ -156,14 +169,13 @@ class MicrobatchMeasurer:
         )  # fmt: skip
         opened = OpenUpdate(wrapper)
         opened.count_call(call)
-        loss_run = LossRun(opened.divisors, wrapper, self._loss_fn, self._subject.model)
         with (
             no_float16_autocast(wrapper.models),
             contextlib.closing(iterate_steps(share, call, weigh, wrapper)) as steps,
         ):
             for step in itertools.islice(steps, num_run):
                 with measure_time(wrapper.device) as took:
-                    terms = loss_run.terms_of(step)
+                    terms = self._subject.compute_terms(self._loss_fn, opened.divisors, step)
                     opened.backward(terms, step)
                 del step, terms  # with its microbatch
         return took.seconds

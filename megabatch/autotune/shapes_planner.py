@@ -8,12 +8,8 @@ from megabatch.core.call import MicrobatchPlanner, PreparedBatch, collate_planne
 from megabatch.core.contract import LossHooks, is_own
 from megabatch.core.samples import Batch, Batching, Microbatch, Samples, pad_right
 from megabatch.errors import PlanError
-from megabatch.losses.label_losses import classification
-from megabatch.losses.token_loss import next_token
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.planning.shapes import Shape, plan_in_shapes, shapes_within
-
-LOSSES = (next_token, classification)  # known to leave out labels of -100
 
 
 class InShapes(Batching):
@@ -147,7 +143,10 @@ def check_loss(loss_fn: object) -> None:
 
 
 def _is_known(loss_fn: object) -> bool:
-    """Return True for a loss that leaves out labels of -100, inside of the trainer's own code too."""
-    while loss_fn not in LOSSES and is_own(loss_fn) and hasattr(loss_fn, "__wrapped__"):
+    """Return True for a loss of megabatch that leaves out labels of -100, inside of the trainer's own code too.
+
+    `functools.wraps` copies the mark to functions that may count more, so the innermost function decides.
+    """
+    while is_own(loss_fn) and hasattr(loss_fn, "__wrapped__"):
         loss_fn = cast(Any, loss_fn).__wrapped__
-    return loss_fn in LOSSES
+    return is_own(loss_fn) and getattr(loss_fn, "skips_ignored_labels", False)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
+from megabatch.autotune.measure import ComputeTerms, LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
 from megabatch.autotune.memory import GIVE_A_BOUND, check_device, check_measurable, measure_budget
 from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
 from megabatch.core import random_state
@@ -37,8 +37,8 @@ class MicrobatchTuner(Extension):
     """Chooses the limit of microbatches by measuring some.
 
     Args:
-        model: The model that the loss gets.
-        wrapper: The wrapper of that model.
+        compute_terms: Runs a loss on a microbatch; see `MeasuredModel`.
+        wrapper: The wrapper of the model.
         wide: Accumulates its gradients.
         memory_bytes: Memory that this rank may use on its device. None: its free memory, less a tenth.
 
@@ -48,10 +48,12 @@ class MicrobatchTuner(Extension):
 
     plans_anew = True
 
-    def __init__(self, model: Any, wrapper: Wrapper, wide: Gradients, memory_bytes: float | None) -> None:
+    def __init__(
+        self, compute_terms: ComputeTerms, wrapper: Wrapper, wide: Gradients, memory_bytes: float | None
+    ) -> None:
         self.wrapper, self._memory_bytes = wrapper, memory_bytes
         self._optimizer: Any = None  # for whose states a measurement leaves room
-        self._subject = MeasuredModel(model, wrapper, wide)
+        self._subject = MeasuredModel(compute_terms, wrapper, wide)
         self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and its longest measured sample
         self._num_settled = 0  # samples of a call for which the limit has stayed
         self._check_auto()

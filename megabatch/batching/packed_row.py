@@ -70,6 +70,13 @@ class OneRow(Batching):
         """True unless a subclass may draw random numbers."""
         return type(self) is OneRow
 
+    @property
+    def shape_problem(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Why a row cannot be filled up to a number of tokens; None if it can."""
+        return (
+            "OneRow(flash_attn_kwargs=True), whose ends of sequences have other shapes" if self.adds_lengths else None
+        )
+
     def collate(self, samples: list[Any], rows: Sequence[int], shape: tuple[int, int] | None = None) -> Microbatch:
         """Return samples as one microbatch, of so many tokens where a ``shape`` is given."""
         microbatch = self(samples) if shape is None else self(samples, shape)

@@ -90,6 +90,12 @@ def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
     return attach
 
 
+def skips_ignored_labels(function: F) -> F:
+    """Mark a loss of megabatch that leaves out labels of -100: positions without a label change nothing."""
+    cast(Any, function).skips_ignored_labels = True
+    return function
+
+
 def _copy_function(function: LossFunction) -> LossFunction:
     @functools.wraps(function)
     def run(*args: Any, **named: Any) -> Any:

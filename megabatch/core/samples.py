@@ -80,6 +80,7 @@ class Batching:
     is_collated_by_user = True
     is_repeatable = False  # no function of the user's is called, which may draw random numbers
     has_rows = True  # a sample is a row of its microbatch
+    shape_problem: str | None = "a collate function other than OneRow, which decides the shape itself"  # of `Shapes`
     has_own_plan = False  # `plan` splits samples by a rule that no `Planner` of the user's replaces
 
     def __init__(self, collate: Collate, pad: Pad | None = None) -> None:
@@ -201,6 +202,7 @@ class Padded(Batching):
     """
 
     is_collated_by_user = False
+    shape_problem = None
 
     def __init__(self, fills: Mapping[str, float] | None = None) -> None:
         super().__init__(pad_right, Pad(fills))

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.core.contract import Term, loss
+from megabatch.core.contract import Term, loss, skips_ignored_labels
 from megabatch.core.samples import Microbatch, has_padded_numbers
 from megabatch.errors import LossContractError
 from megabatch.inspection.model_facts import with_config
@@ -22,6 +22,7 @@ def count_labels(microbatch: Microbatch) -> Tensor:
     return (_labels(microbatch) != IGNORED_LABEL).sum()
 
 
+@skips_ignored_labels
 @loss(weigh=count_labels)
 def classification(model: nn.Module, microbatch: Microbatch) -> Term:
     """Sum of the cross-entropy of each label.

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.core.contract import Term, loss
+from megabatch.core.contract import Term, loss, skips_ignored_labels
 from megabatch.core.samples import HALF_TYPES, Microbatch
 from megabatch.errors import LossContractError
 from megabatch.inspection.model_facts import MASK, with_config
@@ -29,6 +29,7 @@ def count_targets(microbatch: Microbatch) -> Tensor:
     return (next_targets(microbatch) != IGNORED_LABEL).sum()
 
 
+@skips_ignored_labels
 @loss(weigh=count_targets, prepare=note_padding)
 def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
     """Sum of the next-token cross-entropy, ``-sum(log p(labels[t + 1] | input_ids[:t + 1]))`` over the targets.

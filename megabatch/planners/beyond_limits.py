@@ -1,6 +1,6 @@
 """Planners that are more than a limit as a number: measured, in few shapes, with the same bits, or a rule of yours."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from megabatch.core.accumulator import Parts
-from megabatch.core.call import MicrobatchPlanner
+from megabatch.core.call import MicrobatchPlanner, MicrobatchStep
+from megabatch.core.contract import LossFunction, Term
 from megabatch.core.extension import Extension
 from megabatch.core.gradients import Gradients
 from megabatch.core.samples import Batching
@@ -59,7 +60,16 @@ class Auto(BuiltIn):
     def extensions(self, parts: Parts) -> list[Extension]:
         from megabatch.autotune.tuner import MicrobatchTuner
 
-        return [MicrobatchTuner(parts.model, parts.wrapper, parts.wide, self.memory_bytes)]
+        return [MicrobatchTuner(partial(_compute_terms, parts), parts.wrapper, parts.wide, self.memory_bytes)]
+
+
+def _compute_terms(
+    parts: Parts, loss_fn: LossFunction, divisors: Mapping[str, float], step: MicrobatchStep
+) -> dict[str, Term]:
+    """Return the terms of a loss for a microbatch of a measured update, as the update of a call would."""
+    from megabatch.guards.divided_loss import LossRun
+
+    return LossRun(divisors, parts.wrapper, loss_fn, parts.model).terms_of(step)
 
 
 class _Around(BuiltIn):

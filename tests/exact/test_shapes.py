@@ -1,5 +1,6 @@
 """`shapes=`: few sizes of microbatches, tokens without a label that add nothing, and a graph for each size."""
 
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -267,6 +268,7 @@ def refused_call(call: Any) -> Any:
 
 
 OWN = loss(weigh=len)(lambda model, batch: (0.0, 0))
+COPIED = loss(weigh=losses.count_targets)(wraps(losses.next_token)(lambda model, batch: (0.0, 0)))
 REFUSALS = {
     "none": lambda: Shapes(0),
     "pairs": lambda: Shapes([(2, 3)]),
@@ -285,6 +287,9 @@ REFUSALS = {
     "batch norm": lambda: accumulate(of_kind(Normed), []),
     "dynamic positions": lambda: accumulate(of_kind(GPT2LMHeadModel, rope_parameters={"rope_type": "dynamic"}), []),
     "own loss": refused_call(lambda each: each.forward_backward(shapes.samples_of([3], 0), OWN)),
+    "loss with the attributes of a known one": refused_call(
+        lambda each: each.forward_backward(shapes.samples_of([3], 0), COPIED)
+    ),
     "joint loss": refused_call(lambda each: each.forward_backward(shapes.samples_of([3], 0), JointLoss(len, len))),
     "own loop": refused_call(lambda each: each.microbatch(0, of=1).__enter__()),
     "no labels": refused_call(
@@ -315,7 +320,8 @@ WORDS = {
     "labels": "Padded with labels of another value",
     "models": "several models", "own model": "no model of transformers", "experts": "experts, which",
     "encoder-decoder": "an encoder-decoder", "batch norm": "BatchNorm1d, whose",
-    "dynamic positions": "rotary positions", "own loss": "give one of these", "joint loss": "give one of these",
+    "dynamic positions": "rotary positions", "own loss": "give one of these",
+    "loss with the attributes of a known one": "give one of these", "joint loss": "give one of these",
     "own loop": r"Shapes and microbatch\(\)",
     "no labels": "expected input_ids, labels", "labels of no sign": "give signed whole numbers",
     "a mask of another length": "not all of one length",
