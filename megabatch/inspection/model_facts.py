@@ -3,6 +3,7 @@
 Of models that are not of transformers, little is known.
 """
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -138,22 +139,29 @@ def _accepts(model: Any, name: str) -> bool:
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _tokens_of(model: Any) -> Any:
+def input_embeddings(model: Any) -> Any:
     """Return the table of a model's tokens; None where it reads something else."""
-    try:
+    # transformers raises the second for images and the like.
+    with contextlib.suppress(AttributeError, NotImplementedError):
         return model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # transformers raises the second for images and the like
-        return None
+    return None
+
+
+def output_embeddings(model: Any) -> Any:
+    """Return the layer that makes the logits of a module of transformers; None where it has none."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return model.get_output_embeddings()
+    return None
 
 
 def _vocab_size_of(model: Any) -> int | None:
-    size = getattr(_tokens_of(model), "num_embeddings", None)
+    size = getattr(input_embeddings(model), "num_embeddings", None)
     return size if isinstance(size, int) else None
 
 
 def _position_tables(model: Any) -> Iterator[int]:
     """Yield the positions of each table that stands beside that of the tokens."""
-    tokens = _tokens_of(model)
+    tokens = input_embeddings(model)
     for module in model.modules():
         children = dict(module.named_children())
         if tokens is not None and any(child is tokens for child in children.values()):

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megabatch.errors import in_one_line, require_count
+from megabatch.inspection.model_facts import output_embeddings
 from megabatch.torch_private.autograd import count_writes, is_in_backward
 from megabatch.torch_private.classes import is_dtensor, is_flat_parameter, is_fsdp1, is_fsdp2
 from megabatch.torch_private.fsdp2_groups import param_groups, unsharded_parameter
@@ -305,7 +306,7 @@ class _Recorder:
             self._watch_accumulators(sys.modules["megabatch.gradient_accumulator"].GradientAccumulator)
             return  # megabatch.losses leaves out the logits where no hook sees them
         for submodule in module.modules():
-            head = _head_of(submodule)
+            head = output_embeddings(submodule)
             if isinstance(head, nn.Module) and id(head) not in self._known:
                 self._known.add(id(head))
                 self._undo.append(head.register_forward_hook(_UnsavedHook(self._see_head)).remove)
@@ -627,13 +628,6 @@ def _subclasses(kind: type) -> Iterator[type]:
     yield kind
     for subclass in kind.__subclasses__():
         yield from _subclasses(subclass)
-
-
-def _head_of(module: Any) -> Any:
-    """Return the layer that makes the logits, of a module of transformers."""
-    with contextlib.suppress(AttributeError, NotImplementedError):  # a part of a model has none
-        return module.get_output_embeddings()
-    return None
 
 
 def _find_loop(*, is_finalized: bool) -> LoopRecord:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
 from megabatch.inspection.mesh_axes import is_expert
-from megabatch.inspection.model_facts import with_config
+from megabatch.inspection.model_facts import input_embeddings, output_embeddings, with_config
 from megabatch.torch_private.autograd import hooks_after_grad
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
 from megabatch.torch_private.module_members import forward_pre_hooks, is_given_to_replicate
@@ -70,10 +70,7 @@ def check_tied(model: nn.Module) -> None:
     configs = [config, text() if callable(text) else None]
     if not any(getattr(candidate, "tie_word_embeddings", False) is True for candidate in configs):
         return
-    try:
-        ends = inner.get_input_embeddings(), inner.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # not of transformers, or of images and the like
-        return
+    ends = input_embeddings(inner), output_embeddings(inner)
     first, last = (getattr(end, "weight", None) for end in ends)
     are_two = first is not last and first is not None and last is not None
     if are_two and any(is_dtensor(weight) and weight.requires_grad for weight in (first, last)):
