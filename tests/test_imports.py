@@ -16,20 +16,15 @@ from megabatch.errors import PlanError
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megabatch"
 
-CHAPTERS = [  # a chapter imports only chapters above it
-    "lazy", "errors", "torch_private", "optim", "planning", "inspection", "core", "batching", "losses", "wrappers",
-    "guards", "loops", "pipeline", "autotune", "planners", "gradient_accumulator", "learner", "verification", "experts",
-    "simulate", "integrations",
-]  # fmt: skip
+FOUNDATION = ("lazy", "errors", "torch_private", "planning", "inspection")
+BESIDE = ("optim", "batching", "losses", "wrappers", "guards", "loops", "pipeline", "autotune")  # of the core
+COMPOSITION = ("planners", "gradient_accumulator", "learner")
+APPLICATIONS = ("verification", "experts", "simulate", "integrations")
+FLOORS = (FOUNDATION, ("core",), BESIDE, COMPOSITION, APPLICATIONS)
+CHAPTERS = [chapter for floor in FLOORS for chapter in floor]  # a chapter imports only chapters before it
 # Files of a chapter; of any other 9 at most.
 LARGE = {"planning": 15, "core": 21, "batching": 17, "simulate": 11, "integrations": 12, "torch_private": 15,
          "verification": 12, "guards": 10, "wrappers": 13, "train/runtime": 10}  # fmt: skip
-BESIDE = ("optim", "pipeline", "autotune", "verification", "experts", "simulate", "integrations")  # of the core
-NEIGHBOURS = {  # and why
-    ("simulate", "pipeline"), ("simulate", "optim"),  # it simulates their schedules and states
-    ("verification", "pipeline"), ("experts", "pipeline"),  # both refuse a Pipeline
-    ("integrations", "autotune"),  # a trial of a loss puts back what it has changed
-}  # fmt: skip
 WITHOUT_TORCH = (
     "errors", "planning.balancing", "planning.limit_search", "planning.limits", "planning.packing",
     "planning.partition", "planning.plan", "planning.plan_numbers", "planning.plan_text", "planning.settings",
@@ -101,10 +96,15 @@ def test_a_chapter_imports_only_chapters_above_it(module):
     assert {chapter_of(edge) for edge in edges(module, at_the_top(module))} <= above
 
 
-def test_what_stands_beside_the_core_imports_no_neighbour():
-    beside = [module for module in LIBRARY if chapter_of(module) in BESIDE]
-    pairs = {(chapter_of(module), chapter_of(edge)) for module in beside for edge in edges(module)}
-    assert {pair for pair in pairs if pair[0] != pair[1] and pair[1] in BESIDE} == NEIGHBOURS
+@pytest.mark.parametrize("module", LIBRARY)
+def test_a_floor_imports_the_floors_below_it_and_no_neighbour(module):
+    """Imports inside of functions count: the core is complete without what stands beside it, and each part alone."""
+    chapter = chapter_of(module)
+    (floor,) = (number for number, chapters in enumerate(FLOORS) if chapter in chapters)
+    allowed = {chapter, *(below for chapters in FLOORS[:floor] for below in chapters)}
+    allowed |= set(FLOORS[floor]) if FLOORS[floor] in (FOUNDATION, COMPOSITION) else set()
+    allowed |= {""} if chapter == "integrations" else set()
+    assert {chapter_of(edge) for edge in edges(module)} <= allowed
 
 
 def test_there_is_no_circle():
