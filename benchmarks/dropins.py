@@ -42,7 +42,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 from benchmarks import result
 from megabatch import GradientAccumulator, losses
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 from tests.exact import oracle
 from tests.integrations.test_torchtitan import run_titan
 from tests.integrations.test_torchtune import find_recipe, patched, run_tune

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, cast
 
 from megabatch.core.call import MicrobatchPlanner, PreparedBatch, collate_planned
 from megabatch.core.contract import LossHooks, is_own
-from megabatch.core.samples import Batch, Batching, Microbatch, Samples, pad_right
+from megabatch.core.right_padding import pad_right
+from megabatch.core.samples import Batch, Batching, Microbatch, Samples
 from megabatch.errors import PlanError
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.planning.shapes import Shape, plan_in_shapes, shapes_within

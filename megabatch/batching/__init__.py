@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from megabatch.batching.packing_check import equal_but_rounding as equal_but_rounding
     from megabatch.batching.padding import Padding as Padding
     from megabatch.batching.shared_prefix import SharedPrefix as SharedPrefix
+    from megabatch.core.right_padding import Padded as Padded
+    from megabatch.core.right_padding import pad_right as pad_right
     from megabatch.core.samples import Batching as Batching
-    from megabatch.core.samples import Padded as Padded
-    from megabatch.core.samples import pad_right as pad_right
     from megabatch.core.samples import sample_length as sample_length
     from megabatch.core.tree import to_device as to_device
     from megabatch.torch_private.loss_nodes import IGNORED_LABEL as IGNORED_LABEL
@@ -27,13 +27,13 @@ else:
         "Deferred": "deferred",
         "InsideSamples": "inside_samples",
         "OneRow": "packed_row",
-        "Padded": "megabatch.core.samples",
+        "Padded": "megabatch.core.right_padding",
         "Padding": "padding",
         "SharedPrefix": "shared_prefix",
         "check_packing_isolation": "packing_check",
         "equal_but_rounding": "packing_check",
         "find_chunks": "inside_samples",
-        "pad_right": "megabatch.core.samples",
+        "pad_right": "megabatch.core.right_padding",
         "sample_length": "megabatch.core.samples",
         "to_device": "megabatch.core.tree",
     }

@@ -2,7 +2,8 @@
 
 import copy
 
-from megabatch.core.samples import Batching, Collate, Padded
+from megabatch.core.right_padding import Padded
+from megabatch.core.samples import Batching, Collate
 from megabatch.errors import PlanError
 
 

@@ -22,10 +22,10 @@ from megabatch.batching.inside_samples import (
     find_chunks,
 )
 from megabatch.core import random_state
-from megabatch.core.by_loss import ByLoss
 from megabatch.core.call import MicrobatchPlanner, MicrobatchStep, PreparedBatch, weights_of
 from megabatch.core.contract import (
     WEIGHT_TOLERANCE,
+    ByLoss,
     LossFunction,
     LossHooks,
     Prepare,

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megabatch.batching.choice import choose_batching
-from megabatch.core.samples import HALF_TYPES, Batching, Collate, pad_right
+from megabatch.core.right_padding import pad_right
+from megabatch.core.samples import HALF_TYPES, Batching, Collate
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.inspection.mixing_causes import find_mixing_causes
 from megabatch.inspection.model_facts import MASK, POSITIONS, with_config

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.core.samples import holds_tokens, is_label
+from megabatch.core.right_padding import holds_tokens, is_label
 from megabatch.errors import LossContractError
 from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts, with_config
 

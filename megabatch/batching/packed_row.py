@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batching.filled_shape import without_labels
-from megabatch.core.samples import Batching, Microbatch, Samples, gather_columns
+from megabatch.core.right_padding import gather_columns
+from megabatch.core.samples import Batching, Microbatch, Samples
 from megabatch.errors import LossContractError, PlanError
 from megabatch.inspection.model_facts import list_configs
 from megabatch.planning.packing import without_padding

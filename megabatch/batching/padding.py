@@ -15,16 +15,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.core.samples import (
+from megabatch.core.right_padding import (
     SHAPE,
-    Microbatch,
-    Pad,
+    RightPad,
     gather_columns,
     holds_tokens,
     is_label,
     join_rows,
     stack_padded,
 )
+from megabatch.core.samples import Microbatch
 from megabatch.errors import LossContractError, PlanError
 from megabatch.inspection.mixing_causes import is_read, refuse_mixing
 from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts
@@ -34,7 +34,7 @@ from megabatch.torch_private.operations import is_fake
 PATCHES_BY_GRID = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # as Qwen-VL has them
 
 
-class Padding(Pad):
+class Padding(RightPad):
     """The default collate function: pads samples on the right for a model, ``Padding([model])(samples)``.
 
     - ``input_ids`` and keys that end with it are padded with the model's pad token, where its config has one. A model

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megabatch.core.by_loss import ByLoss
 from megabatch.core.call import (
     CallAgreement,
     MicrobatchPlanner,
@@ -18,7 +17,7 @@ from megabatch.core.call import (
     iterate_steps,
     with_dummies,
 )
-from megabatch.core.contract import CoupledLoss, LossFunction, LossHooks, Term, loss_hooks, takes_divisor
+from megabatch.core.contract import ByLoss, CoupledLoss, LossFunction, LossHooks, Term, loss_hooks, takes_divisor
 from megabatch.core.extension import Call, Extension, Extensions
 from megabatch.core.gradients import (
     Gradients,

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,12 +46,43 @@ class CoupledLoss(Protocol):
         ...
 
 
-_TAKES_DIVISOR: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # an inspection takes longer than all other checks
 LossFunction = Callable[[Any, Any], Any]
 """Type of a loss: ``loss_fn(model, microbatch)`` returns ``(total, weight)``, or a mapping of names to such pairs."""
 Weigh = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
 F = TypeVar("F", bound=LossFunction)
+Value = TypeVar("Value")
+
+
+class ByLoss(Generic[Value]):
+    """Values by loss, stored as long as the loss lives, or its object if the loss is a method.
+
+    A loss that cannot be a weak key has no value.
+    """
+
+    def __init__(self) -> None:
+        self._values: WeakKeyDictionary[Any, dict[Any, Value]] = WeakKeyDictionary()
+
+    def get(self, loss_fn: Any) -> Value | None:
+        owner, function = _split_method(loss_fn)
+        with contextlib.suppress(TypeError):
+            return self._values.get(owner, {}).get(function)
+        return None
+
+    def set(self, loss_fn: Any, value: Value) -> None:
+        owner, function = _split_method(loss_fn)
+        with contextlib.suppress(TypeError):
+            self._values.setdefault(owner, {})[function] = value
+
+
+def _split_method(loss_fn: Any) -> tuple[Any, Any]:
+    """Return the object and the function of a method. Python makes a new method object at each access."""
+    function = getattr(loss_fn, "__func__", None)
+    return (loss_fn, None) if function is None else (loss_fn.__self__, function)
+
+
+# An inspection takes longer than all other checks of a loss.
+_TAKES_DIVISOR: ByLoss[bool] = ByLoss()
 
 
 def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
@@ -111,15 +142,18 @@ def weigh_of(loss_fn: LossFunction | CoupledLoss) -> Weigh | None:
 
 def takes_divisor(loss_fn: LossFunction | CoupledLoss) -> bool:
     """Return True if a loss divides by itself: it has a parameter named ``divisor``, see `loss`."""
-    function = getattr(loss_fn, "__func__", loss_fn)
-    with contextlib.suppress(KeyError, TypeError):  # not asked before, or not to be kept
-        return _TAKES_DIVISOR[function]
-    takes = False
-    with contextlib.suppress(TypeError, ValueError):  # written in C, or no function
-        takes = "divisor" in inspect.signature(cast(Callable[..., Any], loss_fn)).parameters
-    with contextlib.suppress(TypeError):
-        _TAKES_DIVISOR[function] = takes
+    takes = _TAKES_DIVISOR.get(loss_fn)
+    if takes is None:
+        takes = _has_parameter(loss_fn, "divisor")
+        _TAKES_DIVISOR.set(loss_fn, takes)
     return takes
+
+
+def _has_parameter(function: Any, name: str) -> bool:
+    # Functions that are written in C may have no signature.
+    with contextlib.suppress(TypeError, ValueError):
+        return name in inspect.signature(function).parameters
+    return False
 
 
 class LossHooks(NamedTuple):

@@ -5,31 +5,26 @@ read as `Samples`, and a `Batching` makes microbatches of them: by default rows 
 samples of a list are padded to the longest of their microbatch.
 """
 
-import functools
-import math
-import re
 import zlib
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.core.kinds import kind_of, plan_kinds, shape_of
-from megabatch.core.odd_values import as_dict, no_mapping_error, to_dense_tensor
-from megabatch.core.tree import clone, each_leaf, memory_of
+from megabatch.core.kinds import plan_kinds, shape_of
+from megabatch.core.odd_values import no_mapping_error, to_dense_tensor
+from megabatch.core.tree import clone, each_tensor, memory_of, tensors_of
 from megabatch.errors import PlanError
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
-from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import pytree
 
-Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank
-Microbatch = Any  # what collate returns: a mapping of tensors unless the user's collate says otherwise
+Batch = Mapping[str, Tensor] | Sequence[Any]
+"""All samples of this rank."""
+Microbatch = Any
+"""The return value of collate: a mapping of tensors, unless the user's collate returns another object."""
 Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
 Prepare = Callable[[Microbatch], Microbatch]
@@ -37,28 +32,27 @@ Weigh = Callable[[Microbatch], Any]
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 STOPPED = "raised StopIteration: an iterator in it has ended, and not the data; give next() a default"
-DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")
-_PADDED_NUMBERS = WeakTensorKeyDictionary()
-BESIDE_TOKENS = ("_mask", "position_ids", "token_type_ids")  # ends of keys that are no targets
-NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)  # ends of keys whose padding no weight counts
-LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
+BESIDE_TOKENS = ("_mask", "position_ids", "token_type_ids")
+"""Ends of keys that are no targets."""
+NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)
+"""Ends of keys whose padding no weight counts."""
 
 
 class Pad:
-    """Pads samples into a microbatch, and checks one that was made otherwise. `Padding` does so for a model."""
+    """The checks of microbatches that a function of the user's collates. `RightPad` and `Padding` collate as well.
 
-    def __init__(self, fills: Mapping[str, float] | None = None) -> None:
-        if fills is not None and not isinstance(cast(object, fills), Mapping):
-            raise PlanError(f"Padded got {fills!r:.60}; give {{key: value}}")
-        for name, fill in (fills or {}).items():
-            if isinstance(fill, bool) or not isinstance(cast(object, fill), int | float):
-                raise PlanError(f"Padded says {fill!r} for {name!r}; expected a number")
-        self.fills = dict(fills or {})  # padding values that the user says, by key
-        self.running_lengths: Mapping[str, list[int]] = {}  # of the running microbatch's samples, by padded key
+    Attributes:
+        fills: Padding values that the user gave, by key.
+        running_lengths: Lengths of the samples of the running microbatch, by padded key.
+    """
+
+    def __init__(self) -> None:
+        self.fills: dict[str, float] = {}
+        self.running_lengths: Mapping[str, list[int]] = {}
 
     def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
         """Return the samples as one microbatch, ``{name: [B, longest, ...]}``."""
-        return pad_right(samples)
+        raise NotImplementedError
 
     def check(self, microbatch: Microbatch) -> None:
         """Raise `PlanError` for a microbatch that the model would misread."""
@@ -75,16 +69,23 @@ class Batching:
     """A collate function of the user's: turns samples into microbatches.
 
     Subclass it for another way: `Padded`, `OneRow` and `SharedPrefix` do.
+
+    Attributes:
+        is_collated_by_user: A function of the user's makes microbatches.
+        is_repeatable: No function of the user's is called, which may draw random numbers.
+        has_rows: A sample is a row of its microbatch.
+        shape_problem: The reason why `Shapes` cannot fill its microbatches. None: it can.
+        has_own_plan: `plan` splits samples by a rule that no `Planner` of the user's replaces.
     """
 
     is_collated_by_user = True
-    is_repeatable = False  # no function of the user's is called, which may draw random numbers
-    has_rows = True  # a sample is a row of its microbatch
-    shape_problem: str | None = "a collate function other than OneRow, which decides the shape itself"  # of `Shapes`
-    has_own_plan = False  # `plan` splits samples by a rule that no `Planner` of the user's replaces
+    is_repeatable = False
+    has_rows = True
+    shape_problem: str | None = "a collate function other than OneRow, which decides the shape itself"
+    has_own_plan = False
 
     def __init__(self, collate: Collate, pad: Pad | None = None) -> None:
-        self._function = collate
+        self._collate = collate
         self.pad = Pad() if pad is None else pad
 
     @property
@@ -119,7 +120,7 @@ class Batching:
 
     def collate(self, samples: list[Any], rows: Sequence[int]) -> Microbatch:
         """Return samples as one microbatch. ``rows`` are their numbers in the batch."""
-        microbatch = self._function(samples)
+        microbatch = self._collate(samples)
         self.pad.check(microbatch)
         return microbatch
 
@@ -135,13 +136,8 @@ class Batching:
         """Return ``moved`` with copies of the tensors that it shares with ``microbatch``."""
         if moved is microbatch:
             return clone(moved)
-        original_leaves: set[int] = set()
-        each_leaf(microbatch, lambda leaf: original_leaves.add(id(leaf)) or leaf)
-
-        def copy_shared(leaf: Any) -> Any:
-            return leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in original_leaves else leaf
-
-        return each_leaf(moved, copy_shared)
+        originals = set(map(id, tensors_of(microbatch)))
+        return each_tensor(moved, lambda tensor: tensor.clone() if id(tensor) in originals else tensor)
 
     def kinds(self, samples: list[Any]) -> list[Hashable] | None:
         """Return the kind of each sample where several differ; see `Samples.kinds`."""
@@ -169,12 +165,12 @@ class Batching:
             raise PlanError("plan is of samples that share prefixes, and these do not; make another")
         self.check_kinds(samples, plan.microbatches)
 
-    def check_kinds(self, samples: "Samples", cut: Sequence[Sequence[int]]) -> None:
+    def check_kinds(self, samples: "Samples", microbatches: Sequence[Sequence[int]]) -> None:
         """Raise `PlanError` for a microbatch with samples of two kinds, which padding would change."""
         kinds = samples.kinds()
         if kinds is None:
             return
-        for rows in cut:
+        for rows in microbatches:
             if len({kinds[row] for row in rows}) > 1:
                 raise PlanError(
                     f"samples {', '.join(map(str, rows))} of one microbatch differ in their keys or in sizes that are "
@@ -189,50 +185,6 @@ class Batching:
         return self.pad.watched()
 
 
-class Padded(Batching):
-    """The default: pads samples on the right, and takes rows of tensors as they are.
-
-    `Padding` says with which values, and which masks are made.
-
-    Args:
-        fills: Padding values of your own, ``{key: value}``.
-
-    Raises:
-        PlanError: A value that is no number.
-    """
-
-    is_collated_by_user = False
-    shape_problem = None
-
-    def __init__(self, fills: Mapping[str, float] | None = None) -> None:
-        super().__init__(pad_right, Pad(fills))
-
-    def collate(self, samples: list[Any], rows: Sequence[int], shape: tuple[int, int] | None = None) -> Microbatch:
-        """Return samples as one microbatch, of so many rows and tokens where a ``shape`` is given."""
-        return self.pad(samples, shape)
-
-    def collate_rows(self, samples: dict[str, Tensor], rows: Sequence[int]) -> Microbatch:
-        """Return the rows. Their memory is the caller's."""
-        self.pad.check(samples)
-        return samples
-
-    @property
-    def is_repeatable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True unless a subclass may draw random numbers."""
-        return type(self) is Padded
-
-    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
-        """Return ``moved``: its memory was made for it, unless a subclass gives away that of a sample."""
-        return moved if type(self) is Padded else super().owned(microbatch, moved)
-
-    def kinds(self, samples: list[Any]) -> list[Hashable] | None:
-        """Return the kind of each sample: its keys, and sizes that are not padded. None if all are of one kind."""
-        if _are_rows_of_tokens(samples):
-            return None
-        kinds = [kind_of(sample, self.pad.fills) for sample in samples]
-        return kinds if len(set(kinds)) > 1 else None
-
-
 class Samples:
     """A list of samples: how many, how long, and any of them as one microbatch. Other batches have subclasses."""
 
@@ -242,7 +194,7 @@ class Samples:
     def __init__(
         self,
         batch: Batch,
-        batching: Batching | None = None,
+        batching: Batching,
         length: Length | None = None,
         part: Prepare | None = None,
     ) -> None:
@@ -250,11 +202,11 @@ class Samples:
 
         Args:
             batch: All samples of this rank.
-            batching: Makes microbatches of them. None pads as `pad_right` does.
+            batching: Makes microbatches of them.
             length: The user's length of a sample; None counts the size of dim 0 of its first tensor.
             part: Returns the loss's view of a collated microbatch on this rank. None returns the microbatch.
         """
-        self.batching = Padded() if batching is None else batching
+        self.batching = batching
         self._length = length
         self.part = part or _unchanged
         self._batch: Any = self._read(batch)
@@ -289,7 +241,9 @@ class Samples:
     def _count_tokens(self) -> int:
         """Return the real tokens, without padding. Where no sample has a length, return the samples."""
         may_be_images = self._length is None and len(set(self.lengths)) == 1
-        return len(self.lengths) if may_be_images and self._are_images() else sum(self.lengths)
+        if may_be_images and self._are_images():
+            return self.num_samples
+        return sum(self.lengths)
 
     def _are_images(self) -> bool:
         """Return True for images [C, H, W]: their dim 0 counts nothing."""
@@ -323,13 +277,13 @@ class Samples:
     def _take_all(self, microbatches: Sequence[tuple[int, ...]]) -> tuple[Microbatch, ...]:
         """Take every microbatch of the user's collate. Copy them if it fills the same buffers again."""
         collated: list[Microbatch] = []
-        memory: set[int] = set()
+        earlier_addresses: set[int] = set()
         for rows in microbatches:
             collated.append(self.take(rows))
-            own_memory = memory_of(collated[-1])
-            if not own_memory.isdisjoint(memory):
+            addresses = memory_of(collated[-1])
+            if not addresses.isdisjoint(earlier_addresses):
                 return tuple(clone(self.take(rows)) for rows in microbatches)
-            memory |= own_memory
+            earlier_addresses |= addresses
         return tuple(collated)
 
     def given_weight(self, rows: Sequence[int]) -> float | None:
@@ -409,15 +363,18 @@ class Samples:
         """Return each set of keys of samples once; none before samples are loaded or if the user's collate chooses."""
         if self.batching.is_collated_by_user:
             return []
-        samples = [sample for sample in self._batch if type(sample) is dict or isinstance(sample, Mapping)]
-        kinds: set[tuple[Any, ...]] = {tuple(sample.keys()) for sample in samples}
-        return sorted({tuple(sorted(map(str, names))) for names in kinds})
+        mappings = [sample for sample in self._batch if isinstance(sample, Mapping)]
+        key_orders: set[tuple[Any, ...]] = {tuple(sample.keys()) for sample in mappings}
+        return sorted({tuple(sorted(map(str, keys))) for keys in key_orders})
 
     def fingerprint(self) -> int:
         """Hash all lengths and the last sample's numbers."""
         checksum = zlib.crc32(repr(self.lengths).encode())
-        for leaf in pytree.tree_leaves(self.one_view(-1)) if len(self) else ():
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":  # reading others would wait
+        if not self.lengths:
+            return checksum
+        for leaf in pytree.tree_leaves(self.one_view(-1)):
+            # Reading a tensor of another device would wait for that device.
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                 checksum = zlib.crc32(leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
         return checksum
 
@@ -437,126 +394,23 @@ def sample_length(sample: Any) -> int:
     This is the default ``length`` of a `GradientAccumulator`. Raises `PlanError` for a sample that is no mapping of
     tensors.
     """
-    if type(sample) is not dict and not isinstance(sample, Mapping):  # isinstance alone is slow
+    if not isinstance(sample, Mapping):
         raise no_mapping_error(sample)
     # Mappings may have another truth value than that of their keys, as a TensorDict has.
     first_item = next(iter(cast(Mapping[str, Any], sample).items()), None)
     if first_item is None:
         raise no_mapping_error(sample)
     name, value = first_item
-    first = value if _is_dense(value) else to_dense_tensor(name, value)
+    first = value if is_dense(value) else to_dense_tensor(name, value)
     return first.size(0) if first.ndim else 1
 
 
-def _is_dense(value: Any) -> bool:
+def is_dense(value: Any) -> bool:
+    """Return True for a plain tensor that is not sparse and not nested."""
     return type(value) is Tensor and value.layout == torch.strided and not value.is_nested
-
-
-def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Stack samples, padding dim 0 on the right to the longest: labels with -100, other keys with 0.
-
-    Labels are ``labels``, and whole numbers under ``label``, ``label_ids`` and keys such as ``shift_labels``.
-
-    Returns ``{name: [B, longest, ...]}``, or ``[B]`` for scalars. Raises `PlanError` where the samples' keys or
-    their other dims differ, and where the dtype of a key cannot hold its padding value.
-    """
-    return {name: stack_padded(name, values) for name, values in gather_columns(samples).items()}
-
-
-def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
-    """Return the tensors of each key, one per sample. Raises `PlanError` unless all samples have the same keys."""
-    samples = [sample if type(cast(Any, sample)) is dict else as_dict(sample) for sample in samples]
-    names = samples[0].keys()
-    for sample in samples:
-        if not sample:
-            raise no_mapping_error(sample)
-        if sample.keys() != names:
-            raise PlanError(f"samples of one batch have the keys {list(names)} and {list(sample)}; give all the same")
-    columns = {name: list(map(itemgetter(name), samples)) for name in names}
-    return {
-        name: values if all(map(_is_dense, values)) else [to_dense_tensor(name, value) for value in values]
-        for name, values in columns.items()
-    }
-
-
-def _are_rows_of_tokens(samples: Sequence[Any]) -> bool:
-    """Return True if samples have the same keys, of numbers or rows of numbers, which is quickly found."""
-    try:
-        names = {tuple(sample) for sample in samples if type(sample) is dict}
-        if len(names) != 1 or not {dict}.issuperset(map(type, samples)):
-            return False
-        return all(max(map(NUM_DIMS, map(itemgetter(name), samples))) < 2 for name in names.pop())
-    except AttributeError:  # lists of numbers
-        return False
-
-
-def join_rows(name: str, values: list[Tensor]) -> Tensor:
-    """Concatenate one key of samples in dim 0, [sum of lengths, ...]. Raises `PlanError` where their types differ."""
-    dtypes = set(map(DTYPE, values))
-    if len(dtypes) > 1:
-        raise PlanError(f"{name!r} has the types {sorted(map(str, dtypes))}; give one to all samples")
-    return torch.cat(values)
-
-
-def stack_padded(name: str, values: list[Tensor], fill: float | None = None, length: int | None = None) -> Tensor:
-    """Stack one key of samples as [B, longest, ...], padded with ``fill``; None: with -100 for labels, else with 0.
-
-    With a ``length``, all are padded to it: [B, length, ...].
-    """
-    first = values[0]
-    dtypes, shapes = set(map(DTYPE, values)), set(map(SHAPE, values))
-    if len(dtypes) > 1:
-        raise PlanError(f"{name!r} has the types {sorted(map(str, dtypes))}; give one to all samples")
-    if len(shapes) == 1 and (length is None or first.ndim == 0 or len(first) == length):
-        return torch.stack(values)
-    if len({shape[1:] for shape in shapes}) > 1 or len(set(map(len, shapes))) > 1:
-        raise PlanError(
-            f"{name!r} has the shapes {sorted(map(tuple, shapes))}; only dim 0 is padded, the others must agree"
-        )
-    is_class = name == "labels" or (is_label(name) and not first.is_floating_point())  # soft labels have no such value
-    fill = (IGNORED_LABEL if is_class else 0) if fill is None else fill
-    if not _can_hold(first.dtype, fill):
-        raise PlanError(
-            f"{name!r} has samples of unequal lengths and the dtype {first.dtype}, which cannot hold the padding value "
-            f"{fill}; give it as torch.long, say, or another value in batching=Padded({{...}})"
-        )
-    padded = pad_sequence(values, batch_first=True, padding_value=fill)
-    if length is not None:
-        more = padded.new_full((len(values), length - padded.shape[1], *first.shape[1:]), fill)
-        padded = torch.cat([padded, more], dim=1)
-    if name == "labels":
-        _PADDED_NUMBERS[padded] = True
-    return padded
-
-
-@functools.lru_cache
-def is_label(name: str) -> bool:
-    """Return True if a key of a sample holds labels, by its name."""
-    return LABELS.search(name) is not None and "mask" not in name
-
-
-@functools.lru_cache
-def _can_hold(dtype: torch.dtype, number: float) -> bool:
-    """Return True if a dtype holds a number, to its own rounding."""
-    if dtype == torch.bool:
-        return number in (0, 1)
-    if dtype.is_floating_point or dtype.is_complex:
-        return abs(number) <= torch.finfo(dtype).max or not math.isfinite(number)
-    info = torch.iinfo(dtype)
-    return info.min <= number <= info.max and number == int(number) == float(number)
-
-
-def has_padded_numbers(labels: Tensor) -> bool:
-    """Return True for labels that were padded here. To a loss over numbers, their padding looks like any other."""
-    return labels in _PADDED_NUMBERS
 
 
 def split_rows(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return each row of tensors as a sample."""
     size = len(next(iter(rows.values())))
     return [{name: tensor[row] for name, tensor in rows.items()} for row in range(size)]
-
-
-def holds_tokens(name: str) -> bool:
-    """Return True for the key of tokens."""
-    return name == "input_ids" or name.endswith("_input_ids")

@@ -7,9 +7,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from megabatch.core.by_loss import ByLoss
 from megabatch.core.call import MicrobatchPlanner, MicrobatchStep, PreparedBatch
-from megabatch.core.contract import LossHooks, Term, is_own, terms_of
+from megabatch.core.contract import ByLoss, LossHooks, Term, is_own, terms_of
 from megabatch.core.extension import Call
 from megabatch.core.guard import CallGuard
 from megabatch.core.mesh import num_collectives

@@ -13,9 +13,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from megabatch.core import random_state
-from megabatch.core.by_loss import ByLoss
 from megabatch.core.call import MicrobatchStep
-from megabatch.core.contract import LossFunction, Term, differentiable, takes_divisor
+from megabatch.core.contract import ByLoss, LossFunction, Term, differentiable, takes_divisor
 from megabatch.core.extension import Call
 from megabatch.core.samples import Pad
 from megabatch.core.tree import each_leaf

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.core.contract import Term, loss, skips_ignored_labels
-from megabatch.core.samples import Microbatch, has_padded_numbers
+from megabatch.core.right_padding import has_padded_numbers
+from megabatch.core.samples import Microbatch
 from megabatch.errors import LossContractError
 from megabatch.inspection.model_facts import with_config
 from megabatch.losses.token_loss import predict, sum_cross_entropy

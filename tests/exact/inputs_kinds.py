@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megabatch import LossContractError, MegabatchError, PlanError, loss, losses
 from megabatch.batching.deferred import Deferred
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 from megabatch.planners import SameBits, Tokens
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.inputs import Sample, User, as_samples, mean_square, numbers, refused, regressor, right, squares

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 from megabatch.pipeline.run import Pipeline, evaluate
 from tests.comm.counting import Collectives
 from tests.exact import harness, models, wrappers

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megabatch import GradientAccumulator, LossContractError, PlanError, loss, verify
 from megabatch.batching.deferred import Deferred
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 from tests.exact import harness, oracle
 from tests.exact.cells import MAIN, Cell
 from tests.exact.launch import of_ranks

@@ -15,7 +15,7 @@ from torch import Tensor
 from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses
 from megabatch.batching.deferred import Deferred
 from megabatch.batching.early_preparation import EarlyRows, EarlySamples
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 from megabatch.errors import MicrobatchLimit
 from tests.exact import harness
 from tests.exact.cells import MAIN, Cell

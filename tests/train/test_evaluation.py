@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import losses
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 from megabatch.train.callbacks.evaluation import (
     MOST_LOGITS,
     Terms,

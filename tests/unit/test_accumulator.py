@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 from megabatch.errors import MicrobatchLimit
 from megabatch.planning.limits import TunedLimit
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed

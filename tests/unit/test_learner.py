@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megabatch import GradientAccumulator, Learner, losses
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 
 MICRO_BATCH_SIZE = 3
 NUM_UPDATES = 5

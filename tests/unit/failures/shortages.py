@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megabatch import experts, loss
-from megabatch.core.samples import pad_right
+from megabatch.core.right_padding import pad_right
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import SAMPLES, accumulator, linear, squares
 
