@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.autotune.measure import ComputeTerms, LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
 from megabatch.autotune.memory import GIVE_A_BOUND, check_device, check_measurable, measure_budget
 from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
-from megabatch.core import random_state
 from megabatch.core.agreement import REPLAN, first_failure
 from megabatch.core.call import MicrobatchPlanner, PreparedBatch
 from megabatch.core.contract import CoupledLoss, LossFunction
@@ -26,6 +25,7 @@ from megabatch.core.samples import Batch, Samples
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, PlanError, ReplanError
+from megabatch.inspection import random_state
 from megabatch.planning.limit_search import TimedMicrobatch, bound_tokens, cost_of, fitting, largest_fitting, search
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit, gains_little, in_gib
 from megabatch.torch_private.classes import is_fsdp2

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megabatch.core.right_padding import pad_right as pad_right
     from megabatch.core.samples import Batching as Batching
     from megabatch.core.samples import sample_length as sample_length
-    from megabatch.core.tree import to_device as to_device
+    from megabatch.inspection.tree import to_device as to_device
     from megabatch.torch_private.loss_nodes import IGNORED_LABEL as IGNORED_LABEL
 else:
     _HOME = {  # public name → its module
@@ -35,7 +35,7 @@ else:
         "find_chunks": "inside_samples",
         "pad_right": "megabatch.core.right_padding",
         "sample_length": "megabatch.core.samples",
-        "to_device": "megabatch.core.tree",
+        "to_device": "megabatch.inspection.tree",
     }
     __all__ = [*_HOME, "context_parallel"]
     __getattr__, __dir__ = export_lazily(__name__, _HOME)

@@ -21,7 +21,6 @@ from megabatch.batching.inside_samples import (
     cut,
     find_chunks,
 )
-from megabatch.core import random_state
 from megabatch.core.call import MicrobatchPlanner, MicrobatchStep, PreparedBatch, weights_of
 from megabatch.core.contract import (
     WEIGHT_TOLERANCE,
@@ -37,9 +36,10 @@ from megabatch.core.contract import (
     weigh_of,
 )
 from megabatch.core.samples import Batch, Batching, Length, Samples
-from megabatch.core.tree import clone, each_leaf, to_device
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError, PlanError
+from megabatch.inspection import random_state
+from megabatch.inspection.tree import clone, each_leaf, to_device
 from megabatch.planning.plan import Plan
 from megabatch.torch_private.operations import pytree
 

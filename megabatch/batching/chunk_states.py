@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megabatch.core.tree import each_leaf
 from megabatch.errors import LossContractError
+from megabatch.inspection.tree import each_leaf
 
 STATES = "a sample is cut into chunks and the model has layers with a state"
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from megabatch.core.samples import STOPPED, Microbatch, Samples, Weigh, sample_length
-from megabatch.core.tree import clone, each_leaf
 from megabatch.errors import LossContractError, PlanError, require_count
+from megabatch.inspection.tree import clone, each_leaf
 from megabatch.planning.plan import Plan
 
 KEPT_BYTES = 2**28  # 256 MiB hold the tokens of any update of text

@@ -11,12 +11,12 @@ from megabatch.batching.packed_row import OneRow
 from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
 from megabatch.core.agreement import first_failure
 from megabatch.core.mesh import DataRanks
-from megabatch.core.tree import to_device
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.inspection.error_kinds import is_out_of_memory
 from megabatch.inspection.mixing_causes import find_mixing_causes
 from megabatch.inspection.model_facts import IDS, POSITIONS, is_causal, list_configs
+from megabatch.inspection.tree import to_device
 from megabatch.torch_private.classes import is_dtensor, is_fsdp2
 from megabatch.torch_private.module_members import is_compiled, original_of
 

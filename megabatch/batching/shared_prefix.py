@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.core.samples import Batching, Microbatch, Samples
-from megabatch.core.tree import to_device
 from megabatch.errors import LossContractError, PlanError
 from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, with_config
+from megabatch.inspection.tree import to_device
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
 from megabatch.torch_private.autograd import count_writes

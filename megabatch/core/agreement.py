@@ -11,10 +11,10 @@ from megabatch.core.call import MAX_WEIGHED_TERMS, CallAgreement, PreparedBatch
 from megabatch.core.contract import counted_weights
 from megabatch.core.mesh import DataRanks
 from megabatch.core.samples import Microbatch, Samples
-from megabatch.core.tree import clone
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError, MegabatchError, PlanError, ReplanError
 from megabatch.inspection.error_kinds import is_out_of_memory
+from megabatch.inspection.tree import clone
 
 Number = TypeVar("Number")
 RecallDummy = Callable[[], Microbatch | None]

@@ -16,10 +16,10 @@ from torch import Tensor
 from megabatch.core.contract import LossHooks, Prepare, Weigh, counted_weights, is_own
 from megabatch.core.mesh import DataRanks
 from megabatch.core.samples import STOPPED, Batch, Batching, Length, Microbatch, Samples
-from megabatch.core.tree import to_device
 from megabatch.core.wrapper import Wrapper, policies_of_call
 from megabatch.errors import LossContractError, MicrobatchLimit, PlanError
 from megabatch.inspection.error_kinds import agreeing
+from megabatch.inspection.tree import to_device
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel, Plan, check_lengths, pad_with_dummies, priced
 

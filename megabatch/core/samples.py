@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megabatch.core.kinds import plan_kinds, shape_of
 from megabatch.core.odd_values import no_mapping_error, to_dense_tensor
-from megabatch.core.tree import clone, each_tensor, memory_of, tensors_of
 from megabatch.errors import PlanError
+from megabatch.inspection.tree import clone, each_tensor, memory_of, tensors_of
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
 from megabatch.torch_private.operations import pytree

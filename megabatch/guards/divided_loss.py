@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import torch
 
-from megabatch.core import random_state
 from megabatch.core.call import MicrobatchStep
 from megabatch.core.contract import LossFunction, Term, differentiable, takes_divisor, terms_of
 from megabatch.core.divisors import weight_of
 from megabatch.core.gradients import drop_gradients
-from megabatch.core.tree import clone
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError
+from megabatch.inspection import random_state
+from megabatch.inspection.tree import clone
 
 
 class LossRun:

@@ -12,19 +12,19 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megabatch.core import random_state
 from megabatch.core.call import MicrobatchStep
 from megabatch.core.contract import ByLoss, LossFunction, Term, differentiable, takes_divisor
 from megabatch.core.extension import Call
 from megabatch.core.samples import Pad
-from megabatch.core.tree import each_leaf
 from megabatch.core.wrapper import Wrapper, refuse_hooks
 from megabatch.errors import LossContractError
 from megabatch.guards.divided_loss import LossRun
 from megabatch.guards.learning_modules import LearningModules
 from megabatch.guards.padded_targets import check_totals
 from megabatch.guards.receipts import DIVIDE, Receipt, check_unmoved
+from megabatch.inspection import random_state
 from megabatch.inspection.loss_graph import find_functions, graph_leaves, graph_nodes, is_linear, name_of_function
+from megabatch.inspection.tree import each_leaf
 from megabatch.torch_private.classes import is_flat_parameter
 
 MAX_SEARCHED = 100_000  # objects of a batch, for a tensor that the loss has made trainable

@@ -18,12 +18,12 @@ from megabatch.core.contract import WEIGHT_TOLERANCE, Term, Weigh, counted_weigh
 from megabatch.core.extension import Call
 from megabatch.core.mesh import num_collectives
 from megabatch.core.samples import Microbatch, Samples
-from megabatch.core.tree import to_device
 from megabatch.core.wrapper import local
 from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
 from megabatch.guards.receipts import Receipt
 from megabatch.inspection.error_kinds import is_of_backend, is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.inspection.loss_graph import find_functions_beside, graph_leaves
+from megabatch.inspection.tree import to_device
 from megabatch.planning.plan_numbers import split_in_halves
 from megabatch.torch_private.autograd import count_writes
 

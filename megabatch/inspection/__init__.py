@@ -1,1 +1,1 @@
-"""Facts that models, graphs of losses, meshes and errors state about themselves."""
+"""Facts that models, graphs of losses, meshes, errors, trees of tensors and random generators state of themselves."""

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megabatch.core import random_state
 from megabatch.core.samples import Length, Microbatch
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
+from megabatch.inspection import random_state
 from megabatch.inspection.mixing_causes import find_mixing_causes
 from megabatch.torch_private.classes import is_fsdp2
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.core import random_state
 from megabatch.core.call import MicrobatchStep, PreparedBatch, agree_on_call, iterate_steps, with_dummies
 from megabatch.core.contract import LossFunction, LossHooks, loss_hooks, terms_of
 from megabatch.core.samples import Batch, Microbatch
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, PlanError
+from megabatch.inspection import random_state
 from megabatch.inspection.error_kinds import agreeing
 from megabatch.loops.graph_on_demand import GraphOnDemand
 from megabatch.loops.sample_outputs import split_outputs

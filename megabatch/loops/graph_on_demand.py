@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.core import random_state
 from megabatch.core.gradients import drop_gradients
 from megabatch.core.samples import Microbatch
-from megabatch.core.tree import each_leaf
 from megabatch.core.wrapper import Wrapper
+from megabatch.inspection import random_state
+from megabatch.inspection.tree import each_leaf
 
 
 class GraphOnDemand:

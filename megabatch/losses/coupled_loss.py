@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.core import random_state
 from megabatch.core.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps, with_dummies
 from megabatch.core.contract import Term, describe_missing_gradient, differentiable, terms_of
 from megabatch.core.gradients import separate_gradients
 from megabatch.core.mesh import DataRanks
-from megabatch.core.random_state import RandomState
 from megabatch.core.samples import Microbatch
-from megabatch.core.tree import to_device
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError, PlanError, in_one_line
+from megabatch.inspection import random_state
 from megabatch.inspection.error_kinds import agreeing, is_out_of_memory
 from megabatch.inspection.loss_graph import graph_leaves
+from megabatch.inspection.random_state import RandomState
+from megabatch.inspection.tree import to_device
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.operations import pytree
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch.core import random_state
 from megabatch.core.agreement import first_failure
 from megabatch.core.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps
 from megabatch.core.contract import (
@@ -36,6 +35,7 @@ from megabatch.core.mesh import DataRanks
 from megabatch.core.samples import Microbatch
 from megabatch.core.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
+from megabatch.inspection import random_state
 from megabatch.inspection.error_kinds import is_out_of_memory
 from megabatch.pipeline.pad_to_shape import Inputs, crop_output, fingerprint, in_one_shape
 from megabatch.pipeline.schedule_steps import group_microbatches

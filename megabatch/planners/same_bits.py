@@ -16,7 +16,6 @@ from torch import Tensor, nn, optim
 
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.shared_prefix import SharedPrefix
-from megabatch.core import random_state
 from megabatch.core.call import CallAgreement, MicrobatchPlanner, MicrobatchStep, PreparedBatch
 from megabatch.core.contract import WEIGHT_TOLERANCE, LossHooks, Term
 from megabatch.core.extension import Extension
@@ -24,6 +23,7 @@ from megabatch.core.samples import Batch, Batching, Samples
 from megabatch.core.update import MAX_TERMS, OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
+from megabatch.inspection import random_state
 from megabatch.planning.balancing import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.torch_private.classes import is_dtensor

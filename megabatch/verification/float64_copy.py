@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from megabatch.core.samples import Microbatch
-from megabatch.core.tree import each_leaf, to_device
 from megabatch.errors import PlanError
 from megabatch.inspection.mesh_axes import is_expert
+from megabatch.inspection.tree import each_leaf, to_device
 from megabatch.pipeline.stages import Pipeline
 from megabatch.torch_private.classes import is_replicate_module
 from megabatch.torch_private.fsdp2_groups import (

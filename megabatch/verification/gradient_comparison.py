@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from megabatch.batching.deferred import Deferred
 from megabatch.batching.packed_row import OneRow
-from megabatch.core import random_state
 from megabatch.core.contract import (
     LossFunction,
     Term,
@@ -25,11 +24,12 @@ from megabatch.core.contract import (
     terms_of,
 )
 from megabatch.core.samples import Batch, Microbatch, Samples
-from megabatch.core.tree import clone
 from megabatch.core.update import add_terms
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.gradient_accumulator import GradientAccumulator
+from megabatch.inspection import random_state
 from megabatch.inspection.loss_graph import graph_leaves
+from megabatch.inspection.tree import clone
 from megabatch.planners.beyond_limits import Shapes
 from megabatch.planners.built_in import BuiltIn, Rows, Tokens
 from megabatch.torch_private.operations import pytree

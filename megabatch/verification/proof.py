@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch import losses
-from megabatch.core import random_state
 from megabatch.core.contract import REFUSES_MEANS, LossFunction, Term, terms_of
 from megabatch.core.samples import Batch, Microbatch
-from megabatch.core.tree import clone
 from megabatch.core.wrapper import foreign_hooks, local
 from megabatch.errors import LossContractError, PlanError, in_one_line
 from megabatch.gradient_accumulator import GradientAccumulator
+from megabatch.inspection import random_state
 from megabatch.inspection.model_facts import with_config
+from megabatch.inspection.tree import clone
 from megabatch.losses.coupled_loss import Encoded, JointLoss, describe_fault
 from megabatch.planners.beyond_limits import SameBits, Shapes
 from megabatch.planners.built_in import MOVED, BuiltIn, Rows, Tokens, choose_planner, refuse_moved

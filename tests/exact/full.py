@@ -51,7 +51,7 @@ SOURCES = (  # the library files that decide the numbers
     "inspection/checksum.py",
     "core/divisors.py",
     "core/guard.py",
-    "core/random_state.py",
+    "inspection/random_state.py",
     "core/update.py",
     "pipeline/run.py",
     "pipeline/stages.py",

@@ -50,7 +50,7 @@ def test_the_same_bits(found, first: str, job: str) -> None:
 
 
 MUTATIONS = (  # with the job that then differs from the first
-    (Mutation("round before the sum", "core/gradients.py",
+    (Mutation("round before the sum", "wrappers/wide_gradients.py",
               "if parameter.grad is not None and parameter.grad.dtype != self.dtype:", "if False:"),
      ("gpt2:float32:plain:tokens:last:6:1:", "gpt2:float32:plain:tokens:last:6:3:")),
     (Mutation("let FSDP2 round what it has reduced", "torch_private/fsdp2_groups.py",

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Update, losses
-from megabatch.core.tree import to_device
+from megabatch.inspection.tree import to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, and torch's CPU never waits")
 LENGTHS = (3, 9, 5, 12, 4, 7, 2)

@@ -9,7 +9,7 @@ from megabatch import PlanError
 from megabatch.batching.deferred import Deferred
 from megabatch.core.right_padding import Padded, pad_right
 from megabatch.core.samples import Batching, sample_length
-from megabatch.core.tree import clone, to_device
+from megabatch.inspection.tree import clone, to_device
 from megabatch.verification.float64_copy import in_float64
 
 

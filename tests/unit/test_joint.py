@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError
 from megabatch.batching.deferred import Deferred
-from megabatch.core import random_state
+from megabatch.inspection import random_state
 from megabatch.losses.coupled_loss import keep_encoding
 from tests.exact import oracle
 
