@@ -16,12 +16,12 @@ from megabatch.autotune.shapes_planner import ShapesPlanner, check_loss
 from megabatch.core.agreement import first_failure
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.extension import Extension
-from megabatch.core.odd_values import to_dense_tensor
 from megabatch.core.samples import Batch
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError
 from megabatch.inspection.mixing_causes import find_mixing_causes
 from megabatch.inspection.model_facts import EXPERTS, ModelFacts, is_causal, with_config
+from megabatch.inspection.odd_values import to_dense_tensor
 from megabatch.planning.plan import check_lengths
 from megabatch.planning.shapes import Shape, choose_shapes
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL

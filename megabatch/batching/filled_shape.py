@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.core.odd_values import to_dense_tensor
 from megabatch.errors import PlanError
+from megabatch.inspection.odd_values import to_dense_tensor
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 # Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.

@@ -20,9 +20,12 @@ from megabatch.errors import LossContractError
 from megabatch.torch_private.loss_nodes import MEANS, TORCH_LOSSES, reduction_of
 
 EXPECTED = "return (total, weight): the sum over the microbatch and the count it is divided by"
-PAIR_NAME = "loss"  # the name of a pair that the loss returned on its own
-REFUSES_MEANS = ContextVar("refuses_means", default=True)  # False in `verify`, which compares what they give
-WEIGHT_TOLERANCE = 1e-6  # relative: one target in a million is seen, float32's rounding of a sum is not
+PAIR_NAME = "loss"
+"""The name of a pair that the loss returned on its own."""
+REFUSES_MEANS = ContextVar("refuses_means", default=True)
+"""False in `verify`, which compares the gradients of means."""
+WEIGHT_TOLERANCE = 1e-6
+"""Relative: one target in a million is seen, float32's rounding of a sum is not."""
 
 
 class Term(NamedTuple):
@@ -166,22 +169,23 @@ class LossHooks(NamedTuple):
         """Return True if microbatches have their weights still: a user's ``weigh`` may read what has changed since."""
         if self.weigh is None or is_own(self.weigh):
             return True
+        if not microbatches:
+            return True
         try:
-            return not microbatches or [counted_weights(self.weigh(microbatch)) for microbatch in microbatches] == [
-                *weights
-            ]
-        except Exception:  # the call that weighs them itself tells the other ranks
+            return list(weights) == [counted_weights(self.weigh(microbatch)) for microbatch in microbatches]
+        except Exception:
+            # The call then weighs them itself, and tells the other ranks about the error.
             return False
 
     def compare_weights(self, samples: Any, rows: Sequence[int]) -> tuple[float, float] | None:
         """Return the weight of some samples in one microbatch and the sum of their own. None if both are equal."""
         weigh = cast(Weigh, self.weigh)
         together = counted_weights(weigh(samples.take(rows)))
-        alone = [counted_weights(weigh(samples.take([row]))) for row in rows]
+        weights_of_rows = [counted_weights(weigh(samples.take([row]))) for row in rows]
         for name, weight in together.items():
-            added = sum(weights.get(name, 0.0) for weights in alone)
-            if not math.isclose(added, weight, rel_tol=WEIGHT_TOLERANCE):
-                return weight, added
+            weight_sum = sum(weights.get(name, 0.0) for weights in weights_of_rows)
+            if not math.isclose(weight_sum, weight, rel_tol=WEIGHT_TOLERANCE):
+                return weight, weight_sum
         return None
 
 
@@ -220,46 +224,60 @@ def terms_of(returned: Any) -> dict[str, Term]:
         pairs = [(str(name), f"term {name!r} of the loss", pair) for name, pair in cast(Any, returned).items()]
     else:
         pairs = [(PAIR_NAME, "the loss", returned)]
-    terms: dict[str, Term] = {}
-    for name, source, pair in pairs:
-        if isinstance(pair, Tensor):
-            wrapped = ", or wrap it in megabatch.mean" if pair.ndim == 0 and name == PAIR_NAME else ""
-            raise LossContractError(
-                f"{source} is a tensor of shape {tuple(pair.shape)}, perhaps a mean; {EXPECTED}{wrapped}"
-            )
-        if not isinstance(pair, tuple | list):
-            raise LossContractError(f"{source} is a {type(pair).__name__}; {EXPECTED}")
-        if len(cast(tuple[Any, ...], pair)) != 2:
-            raise LossContractError(f"{source} is a tuple of {len(cast(tuple[Any, ...], pair))}; {EXPECTED}")
-        total, weight = cast(tuple[Any, Any], pair)
-        if not isinstance(total, Tensor):
-            raise LossContractError(
-                f"the total of {source} is a {type(total).__name__}; {EXPECTED}, the total as a scalar tensor"
-            )
-        if total.numel() != 1:
-            raise LossContractError(
-                f"the total of {source} has shape {tuple(total.shape)}; sum it to a scalar, and {EXPECTED}"
-            )
-        if total.is_complex():
-            raise LossContractError(
-                f"the total of {source} is complex ({total.dtype}); return a real one, total.real say"
-            )
-        if isinstance(weight, Tensor) and weight.requires_grad:
-            raise LossContractError(f"the weight of {source} carries a gradient; count it from the data, or detach it")
-        if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
-            weight = weight.reshape(()).to(accumulation_dtype(weight.device))
-        else:
-            weight = _as_number(f"the weight of {source}", weight)
-        if total.grad_fn is not None and (isinstance(weight, Tensor) or weight > 1):
-            operation = total.grad_fn.name()
-            is_mean = operation in MEANS or (operation in TORCH_LOSSES and reduction_of(total.grad_fn) == 1)
-            if is_mean and REFUSES_MEANS.get():
-                raise LossContractError(
-                    f"the total of {source} is a mean, which its weight would divide again; {EXPECTED} (write a mean "
-                    "over something else than the weight counts as .sum() / n)"
-                )
-        terms[name] = Term(total.reshape(()) if total.ndim else total, weight)
-    return terms
+    return {name: _term_of(name, source, pair) for name, source, pair in pairs}
+
+
+def _term_of(name: str, source: str, pair: Any) -> Term:
+    total, weight = _split_pair(name, source, pair)
+    _check_total(source, total)
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise LossContractError(f"the weight of {source} carries a gradient; count it from the data, or detach it")
+    # Reading a number on a device would wait for the device.
+    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
+        weight = weight.reshape(()).to(accumulation_dtype(weight.device))
+    else:
+        weight = _as_number(f"the weight of {source}", weight)
+    # A weight of at most 1 divides a mean by nothing.
+    if total.grad_fn is not None and (isinstance(weight, Tensor) or weight > 1):
+        _refuse_mean(source, total.grad_fn)
+    return Term(total.reshape(()) if total.ndim else total, weight)
+
+
+def _split_pair(name: str, source: str, pair: Any) -> tuple[Any, Any]:
+    if isinstance(pair, Tensor):
+        advice = ", or wrap it in megabatch.mean" if pair.ndim == 0 and name == PAIR_NAME else ""
+        raise LossContractError(
+            f"{source} is a tensor of shape {tuple(pair.shape)}, perhaps a mean; {EXPECTED}{advice}"
+        )
+    if not isinstance(pair, tuple | list):
+        raise LossContractError(f"{source} is a {type(pair).__name__}; {EXPECTED}")
+    values = cast(tuple[Any, ...], pair)
+    if len(values) != 2:
+        raise LossContractError(f"{source} is a tuple of {len(values)}; {EXPECTED}")
+    return values
+
+
+def _check_total(source: str, total: Any) -> None:
+    if not isinstance(total, Tensor):
+        raise LossContractError(
+            f"the total of {source} is a {type(total).__name__}; {EXPECTED}, the total as a scalar tensor"
+        )
+    if total.numel() != 1:
+        raise LossContractError(
+            f"the total of {source} has shape {tuple(total.shape)}; sum it to a scalar, and {EXPECTED}"
+        )
+    if total.is_complex():
+        raise LossContractError(f"the total of {source} is complex ({total.dtype}); return a real one, total.real say")
+
+
+def _refuse_mean(source: str, node: Any) -> None:
+    operation = node.name()
+    is_mean = operation in MEANS or (operation in TORCH_LOSSES and reduction_of(node) == 1)
+    if is_mean and REFUSES_MEANS.get():
+        raise LossContractError(
+            f"the total of {source} is a mean, which its weight would divide again; {EXPECTED} (write a mean "
+            "over something else than the weight counts as .sum() / n)"
+        )
 
 
 def differentiable(terms: Mapping[str, Term]) -> list[str]:

@@ -16,7 +16,8 @@ class Divisors:
 
     def __init__(self) -> None:
         self.by_term: dict[str, float] = {}
-        self._calls: list[dict[str, float]] = []  # announced weights over all ranks; only some calls may name a term
+        # The announced weights over all ranks. Only some calls may name a term.
+        self._calls: list[dict[str, float]] = []
 
     @property
     def told(self) -> dict[str, float]:
@@ -25,7 +26,8 @@ class Divisors:
 
     def add_call(self, weights: Mapping[str, float]) -> None:
         """Note the weights of a call over all ranks, by term. Empty without ``weigh``."""
-        if not self._calls:  # with several untold terms this is the only call
+        # With several terms of unknown weights this is the only call.
+        if not self._calls:
             self.by_term = _divisors_of(weights)
         self._calls.append(dict(weights))
 
@@ -37,21 +39,23 @@ class Divisors:
             several: Differentiable terms of the update so far.
             step: The microbatch.
         """
-        if not names:
-            raise LossContractError(f"no total of the loss carries a gradient; {describe_missing_gradient()}")
-        if len(several) > 1 and len(self._calls) > 1:
+        _check_gradient(names)
+        if len(several) > 1:
+            self._check_several(several, step)
+        elif step.announced and not _has_weights(step.announced, several):
+            raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable term is {names[0]!r}")
+
+    def _check_several(self, several: Sequence[str], step: MicrobatchStep) -> None:
+        if len(self._calls) > 1:
             raise LossContractError(
                 f"an update of several differentiable terms, {several}, is one forward_backward call; for more, tell "
                 "the weight of each before the first: open(weights={name: weight})"
             )
-        unweighed = [name for name in several if weight_of(step.announced, name) is None]
-        if len(several) > 1 and (unweighed or len(step.announced) < len(several)):
+        if not _has_weights(step.announced, several):
             raise LossContractError(
                 f"the loss has the differentiable terms {several}, each with a denominator of its own; "
                 "give weigh= as a mapping with the weight of each"
             )
-        if unweighed and step.announced:
-            raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable term is {names[0]!r}")
 
     def missing_factor(
         self, terms: Sequence[str], weight_sum: Tensor, weight: float | None
@@ -63,58 +67,77 @@ class Divisors:
             weight_sum: The weight of the first that the losses returned, over all ranks.
             weight: Replaces the divisor.
         """
-        if len(terms) > 1:  # each total was divided by its own divisor, in the only call
-            return None if any(any(announced.values()) for announced in self._calls) else 0.0
+        # With several terms each total was divided by its own divisor, in the only call.
+        if len(terms) > 1:
+            return None if any(map(_has_weight, self._calls)) else 0.0
         divisor = weight_of(self.by_term, terms[0]) or 1.0
-        known = weight
-        if known is None and all(self._calls):
-            counted = [weight_of(announced, terms[0]) for announced in self._calls]
-            known = None if None in counted else sum(number or 0.0 for number in counted)
-        if known is None and weight_sum.device.type != "cpu":  # reading it would wait for the device
-            return torch.where(weight_sum > 0, divisor / weight_sum, 0.0)
-        known = float(weight_sum) if known is None else known
+        known = self._announced_weight(terms[0]) if weight is None else weight
+        if known is None:
+            # Reading a sum on a device would wait for the device.
+            if weight_sum.device.type != "cpu":
+                return torch.where(weight_sum > 0, divisor / weight_sum, 0.0)
+            known = float(weight_sum)
         factor = divisor / known if known else 0.0
         return None if factor == 1.0 else factor
+
+    def _announced_weight(self, name: str) -> float | None:
+        """Return the sum of a term's weights over the calls. None unless every call announced one."""
+        weights = [weight_of(announced, name) for announced in self._calls]
+        return None if None in weights else sum(filter(None, weights))
 
 
 class ToldDivisors(Divisors):
     """Weights of the whole update that were told before its first call, by term: nothing is left to correct."""
 
-    def __init__(self, told: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float]) -> None:
         super().__init__()
-        self._told, self.by_term = dict(told), _divisors_of(told)
+        self._weights = dict(weights)
+        self.by_term = _divisors_of(weights)
 
     @property
     def told(self) -> dict[str, float]:
-        return self._told
+        return self._weights
 
     def add_call(self, weights: Mapping[str, float]) -> None:
         """Keep the divisors that were told."""
 
     def check_terms(self, names: Sequence[str], several: Sequence[str], step: MicrobatchStep) -> None:
-        if not names:
-            raise LossContractError(f"no total of the loss carries a gradient; {describe_missing_gradient()}")
-        untold = [name for name in several if weight_of(self._told, name) is None]
-        if untold or len(self._told) < len(several):
+        _check_gradient(names)
+        if not _has_weights(self._weights, several):
             raise LossContractError(
-                f"open() was told the weights of {sorted(self._told)} and the differentiable terms are {several}; tell "
-                "open(weights=) one for each, by its name"
+                f"open() was told the weights of {sorted(self._weights)} and the differentiable terms are {several}; "
+                "tell open(weights=) one for each, by its name"
             )
-        unweighed = [name for name in names if weight_of(step.announced, name) is None]
-        if step.announced and (unweighed or len(step.announced) < len(names)):
+        if step.announced and not _has_weights(step.announced, names):
             raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable terms are {names}")
 
     def missing_factor(
         self, terms: Sequence[str], weight_sum: Tensor, weight: float | None
     ) -> float | Tensor | None:  # fmt: skip
-        return None if any(self._told.values()) else 0.0
+        return None if _has_weight(self._weights) else 0.0
 
 
 def weight_of(weights: Mapping[str, float], name: str) -> float | None:
     """Return the weight of a term. A weight without a name belongs to the only differentiable term."""
-    return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)
+    unnamed = weights.get(PAIR_NAME) if len(weights) == 1 else None
+    return weights.get(name, unnamed)
+
+
+def _check_gradient(names: Sequence[str]) -> None:
+    if not names:
+        raise LossContractError(f"no total of the loss carries a gradient; {describe_missing_gradient()}")
+
+
+def _has_weights(weights: Mapping[str, float], names: Sequence[str]) -> bool:
+    """Return True if each term has a weight, and no two share one."""
+    return len(weights) >= len(names) and None not in [weight_of(weights, name) for name in names]
+
+
+def _has_weight(weights: Mapping[str, float]) -> bool:
+    return any(weights.values())
 
 
 def _divisors_of(weights: Mapping[str, float]) -> dict[str, float]:
-    no_weight = 1.0 if len(weights) < 2 else math.inf  # a term without weight has no gradient
+    # Of several terms, one without weight has no gradient.
+    no_weight = 1.0 if len(weights) < 2 else math.inf
     return {name: weight or no_weight for name, weight in weights.items()}

@@ -8,7 +8,7 @@ from megabatch.core.contract import WEIGHT_TOLERANCE, LossHooks
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError
 from megabatch.planning.finer_cut import split_into
-from megabatch.planning.plan import CostModel, priced
+from megabatch.planning.plan import CostModel, Plan, priced
 from megabatch.torch_private.module_members import has_compiled
 
 
@@ -22,20 +22,23 @@ def fill_up(
     """
     if not _can_cut_again(planner, prepared, hooks) or _is_static(planner, prepared, wrapper):
         return prepared, agreement
-    samples, cost = prepared.samples, planner.known_cost
-    price = cost or CostModel()
-    cut = split_into(samples.lengths, prepared.plan.microbatches, agreement.num_microbatches, price.seconds)
-    plan = replace(prepared.plan, microbatches=tuple(cut))
-    if cost is not None:
-        plan = priced(plan, cost)
+    plan = _cut_smaller(prepared, agreement.num_microbatches, planner.known_cost)
     try:
-        filled = collate_planned(samples, plan, hooks.weigh)
-    except LossContractError:  # terms that only some samples have: this rank alone would raise
+        filled = collate_planned(prepared.samples, plan, hooks.weigh)
+    except LossContractError:
+        # Only some samples have a term, and this rank alone would raise.
         return prepared, agreement
     for name, announced in prepared.weight_sums.items():
         if not math.isclose(filled.weight_sums.get(name, math.nan), announced, rel_tol=WEIGHT_TOLERANCE):
             return prepared, agreement
     return filled, replace(agreement, dummy=filled.dummy)
+
+
+def _cut_smaller(prepared: PreparedBatch, num_microbatches: int, cost: CostModel | None) -> Plan:
+    price = cost or CostModel()
+    cut = split_into(prepared.samples.lengths, prepared.plan.microbatches, num_microbatches, price.seconds)
+    plan = replace(prepared.plan, microbatches=tuple(cut))
+    return plan if cost is None else priced(plan, cost)
 
 
 def _can_cut_again(planner: MicrobatchPlanner, prepared: PreparedBatch, hooks: LossHooks) -> bool:

@@ -21,10 +21,15 @@ UNDERFLOW = "dividing the loss by the update's weight before backward underflows
 
 
 class Gradients:
-    """The gradients of an update in the parameters' dtypes. Subclasses add them up otherwise."""
+    """The gradients of an update in the parameters' dtypes. Subclasses add them up otherwise.
 
-    dtype: torch.dtype | None = None  # of all gradients while an update is open; None is each parameter's own
-    widens = False  # True if gradients have another dtype than their parameters
+    Attributes:
+        dtype: Of all gradients while an update is open. None is the dtype of each parameter.
+        widens: True if gradients have another dtype than their parameters.
+    """
+
+    dtype: torch.dtype | None = None
+    widens = False
 
     def begin(self) -> None:
         """Prepare for the first microbatch of an update, when every old ``p.grad`` is None."""
@@ -49,9 +54,9 @@ class Gradients:
 
 def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
     """Raise `PlanError` for every float16 in the pairs ``(name for the error, dtype)``."""
-    for what, dtype in dtypes:
+    for name, dtype in dtypes:
         if dtype == torch.float16:
-            raise PlanError(f"{what} is torch.float16; {UNDERFLOW}")
+            raise PlanError(f"{name} is torch.float16; {UNDERFLOW}")
 
 
 @contextlib.contextmanager
@@ -86,11 +91,11 @@ def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
     # Addresses, not storages: views of DDP's buckets share a storage and no element.
     starts: set[int] = set()
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient: Any = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             continue
-        own = gradient.to_local() if type(gradient) is not Tensor and is_dtensor(gradient) else gradient
-        start = own.data_ptr()
+        shard = gradient.to_local() if _is_sharded(gradient) else gradient
+        start = shard.data_ptr()
         if start in starts:
             parameter.grad = gradient.clone()
         elif start:
@@ -101,11 +106,13 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | Tensor) 
     """Multiply every gradient by ``factor``, in one pass."""
     # foreach takes tensors of one device, dtype and mesh.
     for group in _groups(parameters):
-        own = factor
-        if isinstance(factor, Tensor):  # foreach needs a scalar of matching precision: float64 only for float64
-            is_double = group[0].dtype in (torch.float64, torch.complex128)
-            own = factor.to(group[0].device, torch.float64 if is_double else torch.float32)
-        multiply_all(group, own)
+        multiply_all(group, _cast_factor(factor, group[0]) if isinstance(factor, Tensor) else factor)
+
+
+def _cast_factor(factor: Tensor, gradient: Tensor) -> Tensor:
+    # foreach needs a scalar of matching precision: float64 for float64 alone.
+    is_double = gradient.dtype in (torch.float64, torch.complex128)
+    return factor.to(gradient.device, torch.float64 if is_double else torch.float32)
 
 
 def total_norm(
@@ -117,18 +124,18 @@ def total_norm(
     ``groups`` are process groups whose ranks hold further parts of the gradient that no DTensor describes, and also
     the gradients of ``uncounted`` parameters.
     """
-    left = set(map(id, uncounted))
-    counted = [parameter for parameter in parameters if id(parameter) not in left] if left else parameters
-    norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(counted)]
-    # Every rank of a group takes part in its all-reduce, with or without a gradient.
-    if not norms and not groups:
-        return torch.zeros((), device=parameters[0].device)
-    if not norms:
-        norms = [torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device)]
+    uncounted_ids = set(map(id, uncounted))
+    counted = [parameter for parameter in parameters if id(parameter) not in uncounted_ids]
+    norms = [_norm_of(group) for group in _groups(counted)]
     if len(norms) == 1 and not groups:
         return norms[0]
-    dtype = accumulation_dtype(norms[0].device)  # the same on all ranks, whatever their parameters' dtypes
-    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device, dtype) for each in norms]))
+    device = norms[0].device if norms else parameters[0].device
+    if not norms and not groups:
+        return torch.zeros((), device=device)
+    # Ranks of a group take part in its all-reduce with or without a gradient, and whatever their parameters' dtypes.
+    dtype = accumulation_dtype(device)
+    addends = [norm.to(device, dtype) for norm in norms] or [torch.zeros((), dtype=dtype, device=device)]
+    norm = torch.linalg.vector_norm(torch.stack(addends))
     for group in groups:
         square = norm.square()
         dist.all_reduce(square, group=group)
@@ -168,11 +175,19 @@ def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
     """Group the gradients by mesh, device and dtype, so that one foreach call can take each group."""
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient: Any = parameter.grad
         if gradient is not None:
-            mesh = gradient.device_mesh if type(gradient) is not Tensor and is_dtensor(gradient) else None
+            mesh = gradient.device_mesh if _is_sharded(gradient) else None
             groups.setdefault((mesh, gradient.device, gradient.dtype), []).append(gradient)
     return list(groups.values())
+
+
+def _is_sharded(gradient: Tensor) -> bool:
+    return type(gradient) is not Tensor and is_dtensor(gradient)
+
+
+def _norm_of(gradients: list[Tensor]) -> Tensor:
+    return _full(torch.nn.utils.get_total_norm(list(map(_values, gradients))))
 
 
 def _values(gradient: Tensor) -> Tensor:
@@ -183,7 +198,8 @@ def _values(gradient: Tensor) -> Tensor:
 def _full(norm: Tensor) -> Tensor:
     if not is_dtensor(norm):
         return norm
-    if norm.device.type != norm.device_mesh.device_type:  # CPU offload, and NCCL sends nothing from the CPU
+    # With CPU offload the norm is on the CPU, from which NCCL sends nothing.
+    if norm.device.type != norm.device_mesh.device_type:
         moved: Any = type(norm).from_local(norm.to_local(), norm.device_mesh, norm.placements, run_check=False)
         return moved.full_tensor()
     return norm.full_tensor()

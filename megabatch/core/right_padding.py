@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.core.kinds import kind_of
-from megabatch.core.odd_values import as_dict, no_mapping_error, to_dense_tensor
 from megabatch.core.samples import Batching, Microbatch, Pad, is_dense
 from megabatch.errors import PlanError
+from megabatch.inspection.odd_values import as_dict, no_mapping_error, to_dense_tensor
+from megabatch.inspection.sample_kinds import kind_of
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
 DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.core.odd_values import not_dense_error
 from megabatch.core.samples import STOPPED, Microbatch, Samples, missing_key_error, split_rows
 from megabatch.errors import PlanError
+from megabatch.inspection.odd_values import not_dense_error
 
 
 class RowSamples(Samples):
@@ -80,7 +80,8 @@ def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 def _take_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> dict[str, Tensor]:
     first = indices[0]
     if list(indices) == list(range(first, first + len(indices))):
-        rows = slice(first, first + len(indices))  # a view, where a copy would say the same
+        # Neighbors are a view of the batch.
+        rows = slice(first, first + len(indices))
     else:
         rows = torch.tensor(indices, device="cpu")
     return {name: tensor[rows] for name, tensor in batch.items()}

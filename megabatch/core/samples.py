@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megabatch.core.kinds import plan_kinds, shape_of
-from megabatch.core.odd_values import no_mapping_error, to_dense_tensor
 from megabatch.errors import PlanError
+from megabatch.inspection.odd_values import no_mapping_error, to_dense_tensor
+from megabatch.inspection.sample_kinds import plan_kinds, shape_of
 from megabatch.inspection.tree import clone, each_tensor, memory_of, tensors_of
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan

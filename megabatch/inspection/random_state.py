@@ -10,11 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of torch's generators of the CPU and of a device."""
+    """The states of torch's generators of the CPU and of a device.
+
+    Attributes:
+        of_cpu: [bytes], on the CPU.
+        of_device: [bytes], on the CPU too. None where the device is the CPU.
+    """
 
     device: torch.device
-    of_cpu: Tensor  # [bytes], on the CPU
-    of_device: Tensor | None  # [bytes], on the CPU too; None where the device is the CPU
+    of_cpu: Tensor
+    of_device: Tensor | None
 
     def same_as(self, other: "RandomState") -> bool:
         """Return True if no random number was drawn between the two."""
@@ -25,9 +30,9 @@ class RandomState:
 
 def note(device: torch.device) -> RandomState:
     """Return the current states of the generators. They are on the host, so this waits for no device."""
-    of_device = (
-        None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(*_which(device))
-    )
+    of_device = None
+    if device.type not in ("cpu", "meta"):
+        of_device = torch.get_device_module(device).get_rng_state(*_which(device))
     return RandomState(device, torch.get_rng_state(), of_device)
 
 
@@ -50,7 +55,8 @@ def replay(state: RandomState) -> Generator[None]:
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # there is one MPS device only
+    # There is one MPS device only, which torch does not ask for.
+    return () if device.type == "mps" else (device,)
 
 
 def _known(state: Tensor | None) -> Tensor:

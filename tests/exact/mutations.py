@@ -78,7 +78,7 @@ MUTATIONS = (
              "        if step.is_dummy:\n            factors",
              "        if step.is_dummy or step.index == 1:\n            factors"),
     Mutation("divide every call by its own weight", "core/divisors.py",
-             "        if not self._calls:  # with several", "        if True:  # with several"),
+             "        if not self._calls:\n", "        if True:\n"),
     Mutation("forget the missing factor", "core/divisors.py",
              "factor = divisor / known if known else 0.0", "factor = 1.0 if known else 0.0"),
     Mutation("keep the gradients of the update before", "core/accumulator.py",

@@ -14,14 +14,17 @@ def shape_of(value: Any) -> tuple[int, ...]:
     shape = getattr(value, "shape", None)
     if shape is not None:
         return tuple(shape)
-    is_nested = isinstance(value, list | tuple)
-    return (len(value), *(shape_of(value[0]) if value else ())) if is_nested else ()
+    if not isinstance(value, list | tuple):
+        return ()
+    inner_shape = shape_of(value[0]) if value else ()
+    return (len(value), *inner_shape)
 
 
 def kind_of(sample: Any, padded: Container[str]) -> Hashable:
     """Return the keys of a sample and the sizes that are not padded: all but the first, and all of images."""
+    # A sample that is no mapping is refused when it is collated.
     if not isinstance(sample, Mapping):
-        return None  # which is refused when it is collated
+        return None
     kind: list[tuple[str, int, tuple[int, ...]]] = []
     for name, value in cast(Mapping[str, Any], sample).items():
         shape = shape_of(value)
@@ -34,11 +37,9 @@ def _is_floating(value: Any) -> bool:
     while isinstance(value, list | tuple) and value:
         value = value[0]
     dtype = getattr(value, "dtype", type(value))
-    return (
-        dtype.is_floating_point
-        if isinstance(dtype, torch.dtype)
-        else getattr(dtype, "kind", "") == "f" or dtype is float
-    )
+    if isinstance(dtype, torch.dtype):
+        return dtype.is_floating_point
+    return dtype is float or getattr(dtype, "kind", "") == "f"
 
 
 def plan_kinds(
@@ -52,9 +53,11 @@ def plan_kinds(
     members: dict[Hashable, list[int]] = {}
     for sample, kind in enumerate(kinds):
         members.setdefault(kind, []).append(sample)
-    cut: list[tuple[int, ...]] = []
+    microbatches: list[tuple[int, ...]] = []
     for samples in members.values():
-        part = plan_share([lengths[sample] for sample in samples], micro_batch_size, max_microbatch_tokens, cost)
-        cut += [tuple(samples[row] for row in rows) for rows in part.microbatches]
-    cut.sort(key=lambda rows: max(lengths[sample] for sample in rows), reverse=True)  # as without kinds
-    return Plan(tuple(cut), tuple(lengths), tuple(range(len(lengths))))
+        lengths_of_kind = [lengths[sample] for sample in samples]
+        plan = plan_share(lengths_of_kind, micro_batch_size, max_microbatch_tokens, cost)
+        microbatches += [tuple(map(samples.__getitem__, rows)) for rows in plan.microbatches]
+    # The longest come first, as without kinds.
+    microbatches.sort(key=lambda rows: max(map(lengths.__getitem__, rows)), reverse=True)
+    return Plan(tuple(microbatches), tuple(lengths), tuple(range(len(lengths))))
