@@ -25,10 +25,9 @@ from megabatch.core.right_padding import (
     stack_padded,
 )
 from megabatch.core.samples import Microbatch
-from megabatch.errors import LossContractError, PlanError
+from megabatch.errors import PlanError
 from megabatch.inspection.mixing_causes import is_read, refuse_mixing
 from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts
-from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import is_fake
 
 PATCHES_BY_GRID = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # as Qwen-VL has them
@@ -127,14 +126,10 @@ class Padding(RightPad):
             with contextlib.nullcontext() if self._masks is None else self._masks.watched():
                 yield
         except IndexError as error:
-            labels = [name for name in self.running_lengths if is_label(name) and name not in self.fills]
-            if not labels or str(error) != f"Target {IGNORED_LABEL} is out of bounds.":
-                raise
-            raise LossContractError(
-                f"{' and '.join(map(repr, labels))} of samples are padded with {IGNORED_LABEL}, which the loss takes "
-                f"for a class; give it ignore_index={IGNORED_LABEL}, or the GradientAccumulator "
-                f"batching=Padded({{{labels[0]!r}: what the loss leaves out}})"
-            ) from error
+            from megabatch.batching.pad_seekers import check_classes
+
+            check_classes(error, [name for name in self.running_lengths if is_label(name) and name not in self.fills])
+            raise
         finally:
             self.running_lengths = {}
 

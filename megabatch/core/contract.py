@@ -167,9 +167,7 @@ class LossHooks(NamedTuple):
 
     def weighs_as_before(self, microbatches: Sequence[Any], weights: Sequence[dict[str, float]]) -> bool:
         """Return True if microbatches have their weights still: a user's ``weigh`` may read what has changed since."""
-        if self.weigh is None or is_own(self.weigh):
-            return True
-        if not microbatches:
+        if self.weigh is None or is_own(self.weigh) or not microbatches:
             return True
         try:
             return list(weights) == [counted_weights(self.weigh(microbatch)) for microbatch in microbatches]
