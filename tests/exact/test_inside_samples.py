@@ -27,8 +27,8 @@ from megabatch import (
     loss,
     losses,
 )
-from megabatch.batching import Deferred, InsideSamples, inside_samples
-from megabatch.planners import SameBits, Tokens, chunk_planner
+from megabatch.batching import Deferred, InsideSamples, chunk_planner, inside_samples
+from megabatch.planners import SameBits, Tokens
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.launch import of_ranks
 
