@@ -144,7 +144,6 @@ class Published:
     ranks_per_node: int = 8
     has_whole_logits: bool = False  # the loss takes the logits of a microbatch at once
     eight_bit: bool = False  # states of the optimizer
-    is_compiled: bool = False
     is_fitted: bool = False  # `Device.efficiency` was chosen by it
     is_ranked_only: bool = False  # it has what a plan cannot simulate, as has the run that it is compared with
 
@@ -211,10 +210,10 @@ RUNS = (
     _mpt_run("13B", "h100-80g", 64, 2048, 2, 1, 4800, False),
     _mpt_run("30B", "h100-80g", 32, 2048, 14, 3, 2308, True),
     Published(
-        "fms", "Llama 2 7B", "a100-80g", 128, 4096, 2, 1, None, 3700, recompute=False, replicas=16, is_compiled=True
+        "fms", "Llama 2 7B", "a100-80g", 128, 4096, 2, 1, None, 3700, recompute=False, replicas=16
     ),
-    Published("fms", "CodeLlama 34B", "a100-80g", 128, 4096, 2, 1, None, 700, is_compiled=True),
-    Published("titan", "Llama 2 13B", "a100-80g", 64, 4096, 2, 1, None, 2162, recompute=False, is_compiled=True),
+    Published("fms", "CodeLlama 34B", "a100-80g", 128, 4096, 2, 1, None, 700),
+    Published("titan", "Llama 2 13B", "a100-80g", 64, 4096, 2, 1, None, 2162, recompute=False),
     _pipeline_run("1F1B", 100),
     _pipeline_run("Interleaved1F1B", 128),
     _report("CodeLlama 34B", 1, "every", 55),
@@ -303,7 +302,6 @@ def recipe_of(run: Published) -> Config:
     is_mixed = run.dtype == "mixed"
     model: dict[str, Any] = {
         "config": {**MODELS[run.model], **_positions(run)},
-        "compile": run.is_compiled,
         "dtype": "float32" if is_mixed else run.dtype,
         **({"compute_dtype": "bfloat16"} if is_mixed else {}),
     }

@@ -45,7 +45,6 @@ EXCEPTIONS = {  # names of torch's that a file uses itself, and why
         "_buffered_inputs", "_entropy_bonus_enabled", "_metrics", "_prepare_inputs", "_step",
     ),
     "integrations.update_metrics": ("_metrics", "_total_train_tokens"),  # of TRL's trainers
-    "simulate.compiled_layers": ("_gradient_checkpointing_func",),  # of transformers
     "simulate.devices": (  # keys of tables: operations of ATen, whose names begin so
         "_reshape_alias", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_unsafe_view",

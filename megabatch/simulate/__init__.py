@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING
 from megabatch.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from megabatch.simulate.compiled_layers import compile_layers as compile_layers
     from megabatch.simulate.devices import DEVICES as DEVICES
     from megabatch.simulate.devices import Device as Device
     from megabatch.simulate.devices import busy_seconds as busy_seconds
     from megabatch.simulate.devices import device_named as device_named
     from megabatch.simulate.ledger import CATEGORIES as CATEGORIES
-    from megabatch.simulate.ledger import Moment as Moment
     from megabatch.simulate.long_samples import simulate_long_samples as simulate_long_samples
     from megabatch.simulate.quantized import QUANTIZED_OPTIMIZERS as QUANTIZED_OPTIMIZERS
     from megabatch.simulate.quantized import FourBitLinear as FourBitLinear
@@ -29,13 +27,11 @@ else:
         "DEVICES": "devices",
         "Device": "devices",
         "FourBitLinear": "quantized",
-        "Moment": "ledger",
         "QUANTIZED_OPTIMIZERS": "quantized",
         "QuantizedAdam": "quantized",
         "Replica": "replica",
         "Simulated": "simulated_update",
         "busy_seconds": "devices",
-        "compile_layers": "compiled_layers",
         "device_named": "devices",
         "extend": "repeated_layers",
         "join_ranks": "simulated_update",
@@ -44,5 +40,9 @@ else:
         "simulate": "simulated_update",
         "simulate_long_samples": "long_samples",
     }
+    _REMOVED = {  # public name of the last version → what to use instead
+        "Moment": "Simulated.phases has the memory of each phase by category",
+        "compile_layers": "simulate the layers as they are; compiled ones keep fewer activations",
+    }
     __all__ = list(_HOME)
-    __getattr__, __dir__ = export_lazily(__name__, _HOME)
+    __getattr__, __dir__ = export_lazily(__name__, _HOME, _REMOVED)

@@ -67,8 +67,7 @@ def _check_module(module: nn.Module) -> None:
         raise PlanError("FSDP1 cannot be simulated; shard with FSDP2's fully_shard")
     if original_of(module) is not module or is_compiled(module):
         raise PlanError(
-            "the model is compiled, which does not run on fake tensors; leave compile out, and give its layers to "
-            "megabatch.simulate.compile_layers"
+            "the model is compiled, which does not run on fake tensors; leave compile out: compiled layers keep less"
         )
 
 

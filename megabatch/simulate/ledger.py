@@ -42,7 +42,7 @@ CATEGORIES = (
     "activations",
     "temporaries",
 )
-"""Uses of a device's memory, as `Moment` and `Simulated` list them."""
+"""Uses of a device's memory, as `Simulated` lists them."""
 TO_DEVICE, TO_HOST = "to device", "to host"  # directions of a copy
 HOST = "host"  # category of memory on the host only
 DEVICE_OF = torch.ops.prim.device.default  # of fake tensors only
@@ -129,15 +129,6 @@ class Phase:
         return "compute" if 2 * self.arithmetic_seconds >= self.compute_seconds else "memory bandwidth"
 
 
-@dataclass(frozen=True)
-class Moment:
-    """Memory at one time."""
-
-    phase: str
-    seconds: float  # of computing, since the first phase
-    bytes: dict[str, int]  # by category
-
-
 ALLOCATE, FREE, MOVE, PHASE, BEGIN = "allocate", "free", "move", "phase", "begin"
 
 
@@ -150,7 +141,6 @@ class Step(NamedTuple):
     stream: int = 0
     category: str = ""  # of the allocation; of a phase, its name
     before: str = ""  # the category that an allocation had before it moved
-    seconds: float = 0.0  # of computing, since the beginning of the record
 
 
 class MemoryLog:
@@ -166,59 +156,51 @@ class MemoryLog:
         self.total_bytes = self.host_bytes = self.host_peak_bytes = self.steady_bytes = 0
         self.held: Counter[str] = Counter()  # bytes by category
         self.phases: dict[str, Phase] = {}
-        self.history: list[Moment] = []
         self.steps: list[Step] = []
         self.record = Phase(is_cpu=is_cpu)  # of the current phase
-        self._phase = ""
         self._was_rising = True
 
     def add(self, step: Step) -> None:
         """Log a step and count it."""
         self.steps.append(step)
         if step.kind in (PHASE, BEGIN):
-            self.record_moment(step.seconds)
+            self.note_peak()
         if step.kind == ALLOCATE:
-            self._count(step.category, step.num_bytes, step.seconds)
+            self._count(step.category, step.num_bytes)
         elif step.kind == FREE:
-            self._count(step.category, -step.num_bytes, step.seconds)
+            self._count(step.category, -step.num_bytes)
         elif step.kind == MOVE:
             if step.category not in self.on_host:
                 self.held[step.before] -= step.num_bytes
                 self.held[step.category] += step.num_bytes
         elif step.kind == PHASE:
-            self._phase = step.category
             self.record = self.phases.setdefault(step.category, Phase(is_cpu=self._is_cpu))
-            self._raise_peak()
+            self.note_peak()
         else:
             self.phases.clear()
-            self.history.clear()
             self.host_peak_bytes, self.steady_bytes = self.host_bytes, self.total_bytes
             self.record = Phase(is_cpu=self._is_cpu)
 
-    def record_moment(self, seconds: float) -> None:
-        """Record the memory where it stops rising or falling; every peak is such a point."""
-        self._raise_peak()
-        self.history.append(Moment(self._phase, seconds, dict(+self.held)))
+    def note_peak(self) -> None:
+        """Note the memory of the phase where it stops rising or ends, if it is the most so far."""
+        if self.total_bytes > self.record.peak_bytes:
+            self.record.peak_bytes, self.record.at_peak = self.total_bytes, dict(+self.held)
 
     @property
     def peak(self) -> tuple[str, Phase]:
         """Name and record of the phase with the highest peak."""
         return max(self.phases.items(), key=lambda named_phase: named_phase[1].peak_bytes)
 
-    def _count(self, category: str, num_bytes: int, seconds: float) -> None:
+    def _count(self, category: str, num_bytes: int) -> None:
         if category in self.on_host:
             self.host_bytes += num_bytes
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
             return
         if (num_bytes > 0) != self._was_rising:
-            self.record_moment(seconds)
+            self.note_peak()
             self._was_rising = num_bytes > 0
         self.held[category] += num_bytes
         self.total_bytes += num_bytes
-
-    def _raise_peak(self) -> None:
-        if self.total_bytes > self.record.peak_bytes:
-            self.record.peak_bytes, self.record.at_peak = self.total_bytes, dict(+self.held)
 
 
 def trace_of(steps: Iterable[Step], on_host: Collection[str] = ()) -> list[Event]:
@@ -260,11 +242,9 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         self.device, self.axes = device, dict(axes or {})
         self.log = MemoryLog(on_host, is_cpu=device.is_cpu)
         self.category = "activations"
-        self._seconds = 0.0
         self._storages: dict[int, _Storage] = {}  # by address
         self._streams: dict[int, tuple[int, object]] = {}  # by identity, which is kept with it
         self._names = self._muted = 0
-        self._is_in_kernel = False
         self._offloads, self._is_on_device = bool(self.log.on_host - {HOST}), False
         self._copied = {TO_DEVICE: 0, TO_HOST: 0}  # bytes of the phase
         self._undo = contextlib.ExitStack()
@@ -273,12 +253,11 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         """Begin or go on with a phase; new storages have this category until they are tagged."""
         self.category = category
         self._copied = dict.fromkeys(self._copied, 0)
-        self.log.add(Step(PHASE, category=name, seconds=self._seconds))
+        self.log.add(Step(PHASE, category=name))
 
     def begin(self) -> None:
         """Clear the record, but not the memory that is held."""
-        self.log.add(Step(BEGIN, seconds=self._seconds))
-        self._seconds = 0.0
+        self.log.add(Step(BEGIN))
 
     def begin_log(self) -> None:
         """Begin the log with the memory that is held now, in the order of its allocation."""
@@ -332,7 +311,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.log.record_moment(self._seconds)
+        self.log.note_peak()
         try:
             super().__exit__(*error)
         finally:
@@ -356,15 +335,12 @@ class Ledger(UncompiledMode, TorchDispatchMode):
             self._note_storage(tensor.untyped_storage(), category)
         if (collective := parse_collective(func, args, kwargs, result)) is not None:
             self._count_collective(collective)
-        if self._is_in_kernel:
-            return result
         if self.device.is_cpu and (num_bytes := cast_bytes(func, args)):
             copy = _Storage(0, "temporaries", 0)
             self._resize(copy, -(-num_bytes // ROUND_BYTES) * ROUND_BYTES)
             self._resize(copy, 0)
         device = self.device.host if is_of_host else self.device
         cost, record = cost_of(func, args, kwargs, result, device), self.log.record
-        self._seconds += cost.seconds
         if is_of_host:
             record.cpu_seconds += cost.seconds
             record.host_seconds += cost.seconds + (self.device.launch_seconds if cost.seconds else 0.0)
@@ -387,33 +363,6 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         record.awaited_seconds += sent.seconds if collective.is_awaited else 0.0
         if collective.kind in ("all_gather", "reduce_scatter"):
             self.tag(collective.tensors, "communication")
-
-    def add_kernels(self, num: int, num_bytes: int) -> None:
-        """Count kernels that read and write so many bytes together."""
-        seconds = num_bytes / self.device.memory_bytes_per_second
-        self.log.record.compute_seconds += seconds
-        self.log.record.host_seconds += num * self.device.launch_seconds
-        self._seconds += seconds
-
-    @contextlib.contextmanager
-    def in_kernel(self, *, is_written: bool) -> Generator[None]:
-        """Count no work inside, which `add_kernels` has counted, and memory only of what is written."""
-        self._is_in_kernel = True
-        self._muted += not is_written
-        try:
-            yield
-        finally:
-            self._is_in_kernel = False
-            self._muted -= not is_written
-
-    @contextlib.contextmanager
-    def muted(self) -> Any:
-        """Count nothing inside."""
-        self._muted += 1
-        try:
-            yield
-        finally:
-            self._muted -= 1
 
     def _note_storage(self, storage: torch.UntypedStorage, category: str, *, retag: bool = False) -> None:
         address = address_of(storage)
@@ -462,7 +411,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
             self._log(MOVE, known, before)
 
     def _log(self, kind: str, known: _Storage, before: str = "") -> None:
-        self.log.add(Step(kind, known.name, known.num_bytes, known.stream, known.category, before, self._seconds))
+        self.log.add(Step(kind, known.name, known.num_bytes, known.stream, known.category, before))
 
     def _stream(self) -> int:
         """Return the number of the current stream; FSDP2 has four."""
@@ -482,8 +431,11 @@ class Ledger(UncompiledMode, TorchDispatchMode):
 
     def _mute_trials(self, propagate: Callable[..., Any]) -> Callable[..., Any]:
         def muted(*args: Any, **kwargs: Any) -> Any:
-            with self.muted():
+            self._muted += 1
+            try:
                 return propagate(*args, **kwargs)
+            finally:
+                self._muted -= 1
 
         return muted
 

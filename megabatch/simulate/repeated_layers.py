@@ -42,7 +42,7 @@ def extend(shallow: Simulated, deeper: Simulated, num_blocks: int) -> Simulated 
     log = MemoryLog(shallow.on_host, is_cpu=shallow.device.is_cpu)
     for step in steps:
         log.add(step)
-    log.record_moment(steps[-1].seconds)
+    log.note_peak()
     steady_bytes = _grown(shallow.steady_bytes, deeper.steady_bytes, num_blocks)
     if abs(log.steady_bytes - steady_bytes) > steady_bytes / 1000:
         return None
@@ -55,7 +55,6 @@ def extend(shallow: Simulated, deeper: Simulated, num_blocks: int) -> Simulated 
         steady_bytes=log.steady_bytes,
         host_bytes=log.host_peak_bytes,
         num_parameters=_grown(shallow.num_parameters, deeper.num_parameters, num_blocks),
-        history=tuple(log.history),
         steps=tuple(steps),
     )
 
@@ -188,7 +187,7 @@ def _anonymous(steps: Iterable[Step]) -> Counter[Step]:
 
 
 def _kind(step: Step) -> Kind:
-    """Return a step without the name of its allocation and its time."""
+    """Return a step without the name of its allocation."""
     return step.kind, step.category, step.before, step.stream, step.num_bytes
 
 
@@ -273,7 +272,6 @@ class _Writer:
         self._live: dict[object, list[_Live]] = {}
         self._written: list[Step] = []
         self._names = 0
-        self._seconds = 0.0
 
     def write(self) -> list[Step] | None:
         """Return the steps; None if one of them names an allocation that is not there."""
@@ -287,19 +285,16 @@ class _Writer:
             position = part.stop
             for step in self._kept.get(position, []) * (self._num_blocks - 1):
                 self._names += 1
-                self._written.append(step._replace(name=self._names, seconds=self._seconds))
+                self._written.append(step._replace(name=self._names))
         return self._written
 
     def _write_step(self, index: int) -> bool:
-        step = self._steps[index]
-        earlier = self._steps[index - 1].seconds if index else 0.0
-        self._seconds += max(0.0, step.seconds - earlier)
-        new = step._replace(seconds=self._seconds)
+        step = new = self._steps[index]
         if step.kind == ALLOCATE:
             self._names += 1
             bytes_once = self._sizes.get(index, step.num_bytes)
             num_bytes = ceil(_grown(bytes_once, step.num_bytes, self._num_blocks) / ROUND_BYTES) * ROUND_BYTES
-            new = new._replace(name=self._names, num_bytes=num_bytes)
+            new = step._replace(name=self._names, num_bytes=num_bytes)
             self._live.setdefault(self._sites[index], []).append(
                 _Live(new.name, new.num_bytes, new.stream, new.category)
             )
@@ -309,12 +304,9 @@ class _Writer:
                 return False
             category = allocation.category if step.kind == FREE else step.category
             new = Step(
-                step.kind, allocation.name, allocation.num_bytes, allocation.stream, category, allocation.category,
-                self._seconds,
-            )  # fmt: skip
+                step.kind, allocation.name, allocation.num_bytes, allocation.stream, category, allocation.category
+            )
             allocation.category = category
-        elif step.kind == BEGIN:
-            self._seconds = 0.0
         self._written.append(new)
         return True
 
@@ -396,7 +388,7 @@ def repeat_microbatches(simulated: Simulated, num_microbatches: int) -> Simulate
     log = MemoryLog(simulated.on_host)
     for step in steps:
         log.add(step)
-    log.record_moment(steps[-1].seconds)
+    log.note_peak()
     for name, phase in log.phases.items():
         log.phases[name] = replace(simulated.phases[name], peak_bytes=phase.peak_bytes, at_peak=phase.at_peak)
     return replace(
@@ -406,7 +398,6 @@ def repeat_microbatches(simulated: Simulated, num_microbatches: int) -> Simulate
         steady_bytes=log.steady_bytes,
         num_microbatches=num_microbatches,
         times={name: repeater.count(name) for name in log.phases},
-        history=tuple(log.history),
         steps=tuple(steps),
         repetition=repeater.repetition,
     )
@@ -419,7 +410,7 @@ BUFFERS = "buffers"  # kind of the allocations of what a microbatch is going to 
 
 @dataclass
 class _Segment:
-    """The steps of an action in an update, or some between actions. Their seconds are since the step before."""
+    """The steps of an action in an update, or some between actions."""
 
     update: int
     action: Action | None
@@ -460,7 +451,7 @@ class _Repeater:
         self._names: dict[object, int] = {}  # an allocation by its place and mark, or by its name → its new name
         self._live: dict[int, Step] = {}
         self._written: list[Step] = []
-        self._count, self._seconds = 0, 0.0
+        self._count = 0
 
     def write(self) -> list[Step] | None:
         """Return the steps; None if they do not fit together."""
@@ -493,25 +484,23 @@ class _Repeater:
     def _write_segment(self, segment: _Segment, action: Action | None, *, is_last: bool = False) -> bool:
         marks = segment.marks() if action is not None else {}
         for step in segment.steps:
-            self._seconds = 0.0 if step.kind == BEGIN else self._seconds + step.seconds
-            new = step._replace(seconds=self._seconds)
             if step.kind == ALLOCATE:
                 self._count += 1
                 key: object = step.name
                 if action is not None and step.name in marks:
                     key = (segment.update, action.kind, action.microbatch), marks[step.name]
                 self._names[key] = self._count
-                new = self._live[self._count] = new._replace(name=self._count)
+                new = self._live[self._count] = step._replace(name=self._count)
                 self._written.append(new)
             elif step.kind in (FREE, MOVE):
                 names = self._find(step.name, segment, action, is_last)
                 if not names:
                     return False
-                self._written += [new._replace(name=name) for name in names]
+                self._written += [step._replace(name=name) for name in names]
                 for name in names if step.kind == FREE else ():
                     del self._live[name]
             else:
-                self._written.append(new)
+                self._written.append(step)
         return True
 
     def _find(self, name: int, segment: _Segment, action: Action | None, is_last: bool) -> list[int]:
@@ -550,17 +539,16 @@ def _group_of(segment: _Segment) -> bool | None:
 
 
 def _cut_by_actions(steps: Sequence[Step], num_run: int) -> Iterator[_Segment]:
-    """Yield the steps by actions, with seconds since the step before."""
-    update, before = 0, 0.0
+    """Yield the steps by actions."""
+    update = 0
     segment = _Segment(update, None)
     for step in steps:
         if step.kind == BEGIN:
-            update, before = update + 1, 0.0
+            update += 1
         if step.kind in (PHASE, BEGIN):
             yield from _with_buffers(segment, num_run)
             segment = _Segment(update, read_phase(step.category) if step.kind == PHASE else None)
-        segment.steps.append(step._replace(seconds=0.0 if step.kind == BEGIN else max(0.0, step.seconds - before)))
-        before = step.seconds if step.kind != BEGIN else 0.0
+        segment.steps.append(step)
     yield segment
 
 

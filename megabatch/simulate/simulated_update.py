@@ -49,7 +49,6 @@ from megabatch.pipeline.order import (
 from megabatch.pipeline.pad_to_shape import Inputs, in_one_shape
 from megabatch.pipeline.stages import SCHEDULES, Pipeline
 from megabatch.simulate.allocator import Reserved, reserved
-from megabatch.simulate.compiled_layers import CompiledForward
 from megabatch.simulate.devices import Device, device_named
 from megabatch.simulate.fake_cluster import (
     FakeMode,
@@ -63,7 +62,7 @@ from megabatch.simulate.fake_cluster import (
     refuse_data_access,
     uncut_steps,
 )
-from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, Step, replaced, tagging_shards, trace_of
+from megabatch.simulate.ledger import HOST, Ledger, Phase, Step, replaced, tagging_shards, trace_of
 from megabatch.simulate.replica import Replica
 from megabatch.simulate.traffic import SEND, Sent, message_seconds
 from megabatch.torch_private.operations import pytree
@@ -144,7 +143,6 @@ class Simulated:
     num_microbatches: int
     times: dict[str, int]  # count of each phase in an update
     num_parameters: int  # of the whole model, or of a pipeline's rank
-    history: tuple[Moment, ...]  # points where memory stops rising or falling
     steps: tuple[Step, ...]  # of memory, of both updates
     device: Device
     num_ranks: int = 1  # of the mesh
@@ -227,18 +225,6 @@ class Simulated:
         num_microbatches = round(num_steps * self.num_microbatches)
         return replace(self, phases=phases | {BUBBLE: bubble}, num_microbatches=num_microbatches)
 
-    def at(self, num_microbatches: int) -> "Simulated":
-        """Return the same update with another number of microbatches; two or all of them must have been run."""
-        num_run = sum(name.startswith("forward") for name in self.phases)
-        if num_microbatches == self.num_microbatches:
-            return self
-        if num_microbatches != num_run and not num_microbatches > num_run == num_distinct(self.sync):
-            raise PlanError(
-                f"{num_run} microbatches were run, which do not tell of {num_microbatches}; simulate with "
-                f"num_microbatches={num_microbatches}"
-            )
-        return replace(self, num_microbatches=num_microbatches, times=count_phases(num_run, num_microbatches))
-
     def reserved(self, limit_bytes: int | None = None, *, expandable: bool = False) -> Reserved:
         """Return the memory that CUDA's caching allocator reserves over both updates, within ``limit_bytes``."""
         return reserved(trace_of(self.steps, self.on_host), limit_bytes=limit_bytes, expandable=expandable)
@@ -316,7 +302,6 @@ def simulate(
         num_microbatches=num_microbatches,
         times=count_phases(num_run, num_microbatches) if SCHEDULE not in log.phases else dict.fromkeys(log.phases, 1),
         num_parameters=sum(parameter.numel() for parameter in run.parameters()),
-        history=tuple(log.history),
         steps=tuple(log.steps),
         device=place,
         num_ranks=prod((axes or {}).values()),
@@ -403,9 +388,6 @@ class _Run:
             for listed in self._models:
                 ledger.tag(listed.parameters(), "parameters")
                 ledger.tag(listed.buffers(), "buffers")
-        for module in self._modules():
-            if isinstance(module.forward, CompiledForward):
-                module.forward.graphs.ledger = ledger
         self._wrapper = detect_wrapper(model, mesh)  # outside of the mode, since it reads the mesh
         _use_only_rank(self._wrapper)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
@@ -415,9 +397,6 @@ class _Run:
             self._optimizer = make_optimizer(model)
             self._tag_states()
         ledger.begin_log()
-
-    def _modules(self) -> list[nn.Module]:
-        return [module for model in self._models for module in model.modules()]
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for model in self._models for parameter in model.parameters()]

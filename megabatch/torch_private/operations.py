@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,27 +37,6 @@ class UncompiledMode:
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-def without_modes() -> AbstractContextManager[object]:
-    """``_disable_current_modes``: without the dispatch modes that are open."""
-    from torch.utils import _python_dispatch
-
-    modes: Any = _python_dispatch
-    return modes._disable_current_modes()
-
-
-def partitioned(
-    call: Callable[..., Any], of_forward: Callable[..., Any], of_backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """``aot_function`` with the partitioner and the decompositions of torch.compile; the first call traces."""
-    from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    partition = partial(min_cut_rematerialization_partition, compiler="inductor")
-    make: Any = aot_function
-    return make(call, of_forward, of_backward, partition, decompositions=select_decomp_table())
 
 
 def has_function_mode() -> bool:

@@ -92,14 +92,15 @@ def test_what_lies_on_the_host_is_apart() -> None:
     assert (ledger.log.host_bytes, +ledger.log.held) == (6 * KIBI, {})
 
 
-def test_moments_are_where_memory_turns() -> None:
-    with Ledger() as ledger:
-        ledger.enter_phase("one", "activations")
-        first, second = ones(1), ones(2)
-        del first
-        third = ones(4)
-    assert [moment.bytes.get("activations", 0) // KIBI for moment in ledger.log.history] == [0, 3, 2, 6]
-    del second, third
+def test_a_peak_is_where_memory_turns_or_ends() -> None:
+    for num_more, peak in ((0, 3), (4, 6)):
+        with Ledger() as ledger:
+            ledger.enter_phase("one", "activations")
+            first, second = ones(1), ones(2)
+            del first
+            third = ones(num_more)
+        assert ledger.log.phases["one"].at_peak == {"activations": peak * KIBI}
+        del second, third
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["as it ends", "after an exception"])

@@ -88,10 +88,6 @@ FAILURES: dict[str, tuple[Callable[[], object], str]] = {  # what is asked -> wh
     "a sync of some microbatches": (lambda: small(sync="every:4"), "'every:4' … give 'last'"),
     "no microbatch": (lambda: small(num_microbatches=0), "num_microbatches is 0 … must be a whole number"),
     "a negative norm": (lambda: small(max_norm=-1.0), "max_norm is -1.0; expected a positive number"),
-    "one microbatch, read as three": (lambda: small().at(3), "tell of 3; simulate with num_microbatches=3"),
-    "two microbatches, read as one": (
-        lambda: small(num_microbatches=2).at(1), "tell of 1; simulate with num_microbatches=1",
-    ),
 }  # fmt: skip
 
 

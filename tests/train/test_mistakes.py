@@ -86,6 +86,7 @@ MISTAKES = {  # command -> what it gets
     "report --compare --same runs/done nothing": "--same is removed; compare run_hash, losses and norms in the rows",
     "train recipe.toml --run.manifest=true": "unknown key run.manifest … run_hash in each row of metrics.jsonl",
     "plan --published": "--published is removed; run `python -m benchmarks.published` in the repository",
+    "plan recipe.toml --chart memory.png": "--chart is removed; the table and --json have the memory of each choice",
     "train recipe.toml --optim.weight_deca=1": "the nearest key is optim.weight_decay",
     "train recipe.toml --optimizer.lr=1": "unknown key optimizer.lr on the command line; the nearest key is optim.lr",
     "train recipe.toml --batch_size=8": "batch_size … here it is update.global_batch_size",

@@ -109,8 +109,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp": (4, {"parallel__cp": 4, "model__config__num_key_value_heads": 2}),
     "cp, recomputed": (2, {"parallel__cp": 2, "model__activation_checkpointing": "true"}),
     "offload": (2, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
-    "compiled": (2, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
-    "compiled, ddp": (2, {"parallel__wrapper": "ddp", "model__compile": "true", "model__compute_dtype": "bfloat16"}),
     "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
 }
 
@@ -467,8 +465,6 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
     assert out.count(" >=") == 3 * sum(row.is_least for row in rows[:6]) > 0
     assert "[update]" not in out
     assert {row.by for row in rows} == {CLOSED_FORM}
-    with pytest.raises(MegabatchError, match="nothing fits, so there is no memory"):
-        plan(recipe, [*little, "--chart", str(recipe.with_suffix(".png"))])
 
 
 def test_between_all_and_nothing_the_smaller_fit(recipe: Path) -> None:
@@ -533,7 +529,6 @@ DEEP: dict[str, tuple[int, dict[str, Any]]] = {
     "selective": (1, {"model__activation_checkpointing": "selective"}),
     "tp": (4, {"parallel__tp": 2, "parallel__wrapper": "fsdp2", "parallel__sequence_parallel": "true"}),
     "recompute": (1, {"model__activation_checkpointing": "true"}),
-    "compiled": (4, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
     "offload": (4, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
     "on a CPU": (1, {"device": "cpu"}),
 }
@@ -681,15 +676,13 @@ def test_the_speed_is_told_per_device_by_day_and_as_utilization(
     assert "no MFU: model.lora is not counted in plans" in capsys.readouterr().out
 
 
-def test_no_cell_of_the_table_is_cut_and_the_chart_is_drawn(
+def test_no_cell_of_the_table_is_cut(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*arguments(2, parallel__wrapper="fsdp2"), "--length", "128"]
-    chart = recipe.with_suffix(".svg")
-    plan(recipe, [*words, "--chart", str(chart)])
+    plan(recipe, words)
     wide = capsys.readouterr().out
     assert "\nrunner-up: " in wide
-    assert "optimizer states" in chart.read_text()
     monkeypatch.setenv("TERM", "dumb")  # of 80 columns, without colors
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     best = plan(recipe, words)[0]
@@ -982,7 +975,6 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (["--length=64", "--update.max_microbatch_tokens=50"], "update.max_microbatch_tokens is 50 and the longest"),
         (["--length", "1"], "--length is '1'; it must be a whole number of at least 2"),
         (["--length", "512"], "a sample has 512 tokens and the model 256 positions; raise the positions"),
-        (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),
         (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.global"),
         (["--layouts"], "--layouts compares layouts of several processes and --world is 1; give --world N"),
         (["--layouts", "--world=4", "--parallel.tp=3"], "no layout of 4 processes has the degrees that the"),

@@ -84,8 +84,6 @@ class Plan(Recipe):
     """Print every choice, as a list of objects."""
     measure: Path | None = None
     """Without a recipe: measure this machine and write a device file for --device; under torchrun with all ranks."""
-    chart: Path | None = None
-    """Draw memory over one update of the best choice, as .png, .svg or .pdf; needs matplotlib."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,10 @@ REMOVED_COMMANDS = {  # command of the last version -> what to use instead
 }
 REMOVED_OPTIONS: dict[str, dict[str, str]] = {  # command -> option of the last version -> what to use instead
     "verify": {"step": "`megabatch verify RECIPE` compares gradients alone, and on several ranks under torchrun"},
-    "plan": {"published": "run `python -m benchmarks.published` in the repository"},
+    "plan": {
+        "published": "run `python -m benchmarks.published` in the repository",
+        "chart": "the table and --json have the memory of each choice by category",
+    },
     "report": {
         "same": "compare run_hash, losses and norms in the rows of metrics.jsonl",
         "within": "compare run_hash, losses and norms in the rows of metrics.jsonl",

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
@@ -26,7 +25,6 @@ class PlanRequest:
     length_tokens: int | None = None  # of the longest sample; None: read from the recipe or its data
     layouts: bool = False  # compare the ways to divide the processes, whatever the recipe has
     as_json: bool = False
-    chart: Path | None = None
     num_tokens: float | None = None  # of a whole training, of which the days are printed
     overrides: tuple[str, ...] = ()  # of the recipe
 
@@ -61,7 +59,6 @@ def read_request(options: Iterable[tuple[str, str]], overrides: Sequence[str]) -
         length_tokens=_read_count("length", values["length"], lowest=2) if "length" in values else None,
         layouts="layouts" in values,
         as_json="json" in values,
-        chart=_read_chart(values["chart"]) if "chart" in values else None,
         num_tokens=_read_tokens(values["tokens"]) if "tokens" in values else None,
         overrides=tuple(overrides),
     )
@@ -92,12 +89,3 @@ def _read_tokens(text: str) -> float:
     if not 1 <= number < 10**MOST_DIGITS:
         raise MegabatchError(f"--tokens is {text[:40]!r}; write a number of tokens, 300M, 15B or 1.5T say")
     return number
-
-
-def _read_chart(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
-        raise MegabatchError(f"--chart is {text!r}; name a .png, .svg or .pdf file in a folder that is there")
-    if find_spec("matplotlib") is None:
-        raise MegabatchError("--chart needs matplotlib, which is not installed; pip install matplotlib")
-    return path

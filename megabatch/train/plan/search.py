@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.simulate import Device, Moment, Simulated, busy_seconds
+from megabatch.simulate import Device, Simulated, busy_seconds
 from megabatch.train.config import ParallelConfig
 from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.model.architecture import silence
@@ -62,7 +62,6 @@ class PlanRow:
     microbatch_tokens: int  # at most
     at_peak: dict[str, int] = field(default_factory=dict[str, int])  # by category; empty if by closed form
     where: str = ""  # phase of the peak
-    history: tuple[Moment, ...] = field(default=(), repr=False)  # of memory
     is_least: bool = False  # the memory is a lower bound: too much, or of an optimizer whose step is not simulated
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of the recipe, or of one of its layouts
     work: Work | None = None
@@ -145,7 +144,7 @@ def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> Pl
     return PlanRow(
         choice, fits, why, simulated.peak_bytes, needed_bytes, with_margin(needed_bytes, simulated.device),
         simulated.sent_bytes, simulated.seconds, simulated.bound, SIMULATION,
-        choice.most_tokens(simulator.sample.length_tokens), simulated.at_peak, simulated.where, simulated.history,
+        choice.most_tokens(simulator.sample.length_tokens), simulated.at_peak, simulated.where,
         is_least=simulator.is_least, parallel=simulator.config.parallel, work=_work_of(simulated),
         host_bytes=simulated.host_bytes, update_tokens=simulator.update_tokens,
     )  # fmt: skip

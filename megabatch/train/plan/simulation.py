@@ -31,7 +31,6 @@ from megabatch.simulate import (
     FourBitLinear,
     Replica,
     Simulated,
-    compile_layers,
     extend,
     join_ranks,
     repeat_microbatches,
@@ -355,8 +354,6 @@ class Simulator:
             assert mesh is not None
             attend_over(cast(PreTrainedModel, model), AttentionCost(mesh.get_group("cp")))
         prepare(model, config.model)
-        if self.config.model.compile:
-            _compile_layers(model)
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             assert mesh is not None  # these have axes
             self.divide(model, config, self.wrapper, mesh, None)
@@ -438,15 +435,6 @@ class AttentionCost(context_parallel.GatheredAttention):
         )
 
 
-def _compile_layers(model: nn.Module) -> None:
-    """Let layers run as compiled ones, as `prepare` compiles them. Those that are alike share graphs."""
-    kinds: dict[str, list[nn.Module]] = {}
-    for layer in blocks_of(model).values() or [model]:
-        kinds.setdefault(repr(_describe_layer(layer)), []).append(layer)
-    for alike in kinds.values():
-        compile_layers(alike)
-
-
 class Repeats(NamedTuple):
     """Layers of a deep model: the first ones, and blocks of some more that are all alike."""
 
@@ -507,7 +495,7 @@ def _is_setting(key: str, value: object) -> bool:
 
 
 def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
-    """Return the recipe with a choice made. `simulate` has layers of its own for compiled ones."""
+    """Return the recipe with a choice made, without compiling: fake tensors have no kernels."""
     model = {"activation_checkpointing": choice.recompute, "compile": False}
     options = config.optim.options
     is_open = config.optim.function is None and config.optim.name != "Muon" and not {"foreach", "fused"} & set(options)

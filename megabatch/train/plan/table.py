@@ -14,7 +14,6 @@ from rich.console import Console as RichConsole
 from rich.measure import Measurement
 from rich.table import Table
 
-from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
@@ -67,8 +66,6 @@ def plan_recipe(recipe: Path, request: PlanRequest) -> list[PlanRow]:
         rich.print(_heading(simulators, request), markup=False)
         _print_table(rich, rows, has_layouts=request.layouts)
         rich.print("\n".join([*left_out, _conclusion(rows, simulators[0], request, recipe)]), markup=False)
-    if request.chart is not None:
-        _draw(request, rows[0], recipe)
     return rows
 
 
@@ -341,17 +338,3 @@ def override_words(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
             text = str(value).lower() if isinstance(value, bool) else str(value)
             words.append(f"--{prefix}{name}={text}")
     return words
-
-
-def _draw(request: PlanRequest, best: PlanRow, recipe: Path) -> None:
-    from megabatch.train.plan.chart import draw_chart  # matplotlib takes a second to import
-
-    path = cast(Path, request.chart)
-    if best.fits == NO or not best.history:
-        raise MegabatchError("nothing fits, so there is no memory of a best choice to draw; leave --chart out")
-    try:
-        draw_chart(path, best, request.limit_bytes, f"{recipe.stem}: {_name(best, request)}")
-    except OSError as error:
-        raise MegabatchError(
-            f"cannot write --chart {path} ({error.strerror}); name a file that can be written"
-        ) from None
