@@ -35,6 +35,7 @@ from megabatch.train.runtime.console import Console
 
 PROCESSES = 2  # each takes a core and half a GiB
 OUT_OF_MEMORY = "out of memory"
+COMPILED = "layers as transformers computes them, which are compiled there"
 LEFT = ("run", "layout", "memory", "bound by")  # columns of text
 
 
@@ -63,10 +64,12 @@ SOURCES = {
     "fms": Source(
         "IBM and Meta, Maximizing training throughput using PyTorch FSDP, 2024-03",
         "https://pytorch.org/blog/maximizing-training/",
+        COMPILED,
     ),
     "titan": Source(
         "torchtitan, Llama 2 on 64 A100, 2024",
         "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md",
+        COMPILED,
     ),
     "titan3d": Source(
         "torchtitan, Llama 3.1 405B on 512 H100 with 96 GB, 2024-12",

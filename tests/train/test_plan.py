@@ -109,6 +109,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp": (4, {"parallel__cp": 4, "model__config__num_key_value_heads": 2}),
     "cp, recomputed": (2, {"parallel__cp": 2, "model__activation_checkpointing": "true"}),
     "offload": (2, {"parallel__wrapper": "fsdp2", "parallel__cpu_offload": "true"}),
+    "compiled": (2, {"parallel__wrapper": "fsdp2", "model__compile": "true"}),
     "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
 }
 
