@@ -24,7 +24,7 @@ class _Always(property):
 
 # What a planted fault changes: what is patched, and by what.
 FAULTS: dict[str, dict[str, tuple[str, Any]]] = {
-    "plain": {"ranks are not summed": ("megabatch.core.wrapper.Wrapper.finish_update", lambda self: None)},
+    "plain": {"ranks are not summed": ("megabatch.wrappers.rank_sums.SummedWrapper.finish_update", lambda self: None)},
     "ddp": {"the mean of ranks": ("megabatch.wrappers.ddp.DDPWrapper.loss_factor", _Always(1.0))},
     "fsdp2": {"the mean of ranks": ("megabatch.wrappers.fsdp2.FSDP2Wrapper.loss_factor", 0.5)},
 }
