@@ -23,7 +23,6 @@ SCRIPTS = {
     "megabatch --help": COMMAND.format(["--help"]),
     "megabatch train --help": COMMAND.format(["train", "--help"]),
     "megabatch init": COMMAND.format(["init", "--model", "small", "--data", "stdlib", "--hardware", "cpu"]),
-    "megabatch completion bash": COMMAND.format(["completion", "bash"]),
     "megabatch train without a recipe": COMMAND.format(["train"]),
 }
 SEEN = "\nimport atexit, sys\n@atexit.register\ndef say(): print('torch' in sys.modules, file=sys.stderr)\n"

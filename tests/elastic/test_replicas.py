@@ -108,7 +108,7 @@ def test_all_replicas_end_with_the_lighthouse_and_the_run_resumes_with_another(b
     """One replica waits for a quorum, the other is to ask for one. Both end within seconds of the kill, in one line."""
     (tmp_path / "waits.py").write_text(WAITS)
     values: dict[str, Any] = {
-        "run__max_epochs": 2, "run__save_every": 4, "eval__completion_tokens": 0, "data__cache": tmp_path / "cache",
+        "run__max_epochs": 2, "run__save_every": 4, "data__cache": tmp_path / "cache",
         "run__after_update": f"{tmp_path}/waits.py:after_update",
     }  # fmt: skip
     plain, logs = tmp_path / "plain", [tmp_path / f"replica{number}.log" for number in range(2)]
@@ -149,7 +149,7 @@ def test_killed_replicas_come_back_and_the_run_is_that_of_one_process(bench: Ben
         "optim__function": f"{tmp_path}/kills.py:optimizer",
     }
     values: dict[str, Any] = functions | {
-        "run__max_epochs": 4, "run__save_every": 4, "run__tensorboard": "false", "eval__completion_tokens": 0,
+        "run__max_epochs": 4, "run__save_every": 4, "run__tensorboard": "false",
         "eval__patience": 50, "data__cache": tmp_path / "cache",
     }  # fmt: skip
     plain = tmp_path / "plain"

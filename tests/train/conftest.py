@@ -50,7 +50,6 @@ warmup_steps = 2
 [eval]
 every = 2
 num_samples = 5
-completion_tokens = 4
 
 [run]
 folder = "{folder}"

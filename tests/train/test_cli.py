@@ -178,8 +178,7 @@ finally:
     print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 """
 LIGHT = ["--help", "train --help", "plan --help", "train {recipe} --help", "export --help",
-         "init new.toml --model small --data stdlib --hardware cpu", "completion bash",
-         "completion words"]  # fmt: skip
+         "init new.toml --model small --data stdlib --hardware cpu"]  # fmt: skip
 
 
 def ran(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -192,7 +191,7 @@ def ran(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_it_is_answered_without_torch(tmp_path: Path, words: str) -> None:
     done = ran(words, tmp_path)
     assert (done.returncode, done.stderr) == (0, "[]\n")
-    assert done.stdout or words == "completion words"
+    assert done.stdout
 
 
 def test_a_name_that_can_be_none_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -1,22 +1,15 @@
-"""The lines that a run prints of itself: its plan, its memory, why it ended, and what the model writes by then."""
+"""The lines that a run prints of itself: its plan, its memory and why it ended."""
 
 import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from megabatch import Plan
-from megabatch.batching import IGNORED_LABEL
 from megabatch.planning import TunedLimit
-from megabatch.train.callbacks.evaluation import evaluating
 from megabatch.train.checkpoints.run_folder import write_plan
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
@@ -25,7 +18,7 @@ from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import decay_steps_of
-from megabatch.train.runtime.console import count, duration_text, printable
+from megabatch.train.runtime.console import count, duration_text
 from megabatch.train.runtime.files import PLAN
 from megabatch.train.runtime.oom_limit import lowered_settings
 
@@ -33,12 +26,6 @@ ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute not
 MOST_PLAN_LINES = 12  # on the screen
 PROCESS = Path("/proc/self")
 COMPARED = 2  # the second update: optimizer states exist, so its peak is that of the run
-PROMPT_TOKENS = 240  # the shortest prompts say too little, long ones take long
-CANDIDATES = 64  # samples among which the prompt is looked for
-NEW_TOKENS = 200
-NEW_TOKENS_SLOW = 32  # where a forward takes long
-SLOW_FROM_PARAMETERS = 200_000_000  # on a CPU
-TEMPERATURE = 0.8  # the likeliest token of a young model is the commonest, again and again
 
 
 class PlanMessage(Callback):
@@ -259,12 +246,10 @@ class HighWater:
 
 
 class FinalMessages(Callback):
-    """Let the model complete a held-out prompt, print why the run ended, and draw its report. Collective."""
+    """Print why the run ended, and draw its report. Collective."""
 
     def end(self, context: RunContext) -> None:
         """Say the end and the summaries of other callbacks, write report.html, and say what is next."""
-        if not context.is_stopped:
-            self._show_completion(context)
         for line in (end_text(context), *context.summary):
             context.console.say(line)
         if context.is_stopped:
@@ -290,109 +275,3 @@ class FinalMessages(Callback):
             context.console.say(
                 f"next: megabatch export {folder} --to {model}, or megabatch runs {parent} to compare runs"
             )
-
-    def _show_completion(self, context: RunContext) -> None:
-        """Print what the model makes of a held-out prompt. Collective."""
-        layout = context.ranks.layout
-        if layout.cp > 1 or layout.pp > 1:  # a rank's model runs stretches of sequences, or is a part of one
-            return
-        samples, wanted = context.data.sets.get(context.best.set or "", []), context.config.eval.completion_tokens
-        with context.evaluated_weights():
-            model, device = context.model.run, context.ranks.device
-            with context.console.progress("writing a completion", None, "tokens"):
-                prompt, completion = sample_completion(model, samples, context.tokenizer, device, wanted)
-        if prompt:
-            parts = [rule("a held-out prompt"), shown(prompt), rule("its completion"), shown(completion), rule("")]
-            context.console.say("\n".join(parts))
-
-
-def shown(text: str) -> str:
-    """Return the text without characters that would steer a terminal."""
-    return printable(text.rstrip())
-
-
-def rule(text: str) -> str:
-    """Return a line across, with a heading in it."""
-    return f"── {text} ".ljust(80, "─") if text else "─" * 80
-
-
-def sample_completion(
-    model: nn.Module, samples: Sequence[Any], tokenizer: Any, device: torch.device, wanted: int | None = None
-) -> tuple[str, str]:
-    """Return a prompt of the samples and the model's completion, as text, the same on every rank. Collective.
-
-    Empty for a model that is none of transformers', without a tokenizer, and without a sample of tokens. The model's
-    own prompt is what it does not learn of a sample; of a plain text it is the first third.
-
-    ``wanted`` is the number of tokens to write. None: as many as do not take long.
-    """
-    prompt = None if wanted == 0 else choose_prompt(samples)
-    if tokenizer is None or prompt is None or not isinstance(model, PreTrainedModel):
-        return "", ""
-    completion = complete(model, prompt, tokenizer.eos_token_id, len(tokenizer), device, wanted)
-    return cast(str, tokenizer.decode(prompt)), cast(str, tokenizer.decode(completion, skip_special_tokens=True))
-
-
-def choose_prompt(samples: Sequence[Any]) -> Tensor | None:
-    """Return the prompt whose length is nearest to one that is quick to read."""
-    few = [samples[index] for index in range(min(len(samples), CANDIDATES))]
-    prompts = [prompt for prompt in map(prompt_of, few) if len(prompt)]
-    return min(prompts, key=lambda prompt: abs(len(prompt) - PROMPT_TOKENS), default=None)
-
-
-def prompt_of(sample: Any) -> Tensor:
-    """Return the beginning of a sample: all before the first label, or a third of a text of which all is learned.
-
-    Of a packed row the first document counts.
-    """
-    nothing = torch.tensor([], dtype=torch.int64)
-    if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
-        return nothing
-    named = cast(Mapping[str, Any], sample)
-    tokens, labels = torch.as_tensor(named["input_ids"]), torch.as_tensor(named["labels"])  # [T], [T]
-    if labels.shape != tokens.shape:  # a class, say
-        return nothing
-    positions = torch.as_tensor(named.get("position_ids", range(len(tokens))))  # [T]
-    starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens), len(tokens)]
-    tokens, labels = tokens[: starts[1]], labels[: starts[1]]
-    learned = (labels != IGNORED_LABEL).nonzero()
-    num_given = int(learned[0]) if len(learned) else len(tokens)
-    return tokens[:num_given] if num_given > 1 else tokens[: min(-(-len(tokens) // 3), PROMPT_TOKENS)]  # [T]
-
-
-def complete(
-    model: nn.Module,
-    prompt: Tensor,
-    eos_token_id: int | None,
-    vocab_size: int,
-    device: torch.device,
-    wanted: int | None = None,
-) -> Tensor:
-    """Draw tokens one by one with a fixed seed, up to the end or `num_new_tokens`, alike on every rank. Collective.
-
-    Only the first ``vocab_size`` are drawn, which the tokenizer knows; a model may have more. Every rank runs the
-    same number of forwards, whatever it draws: what comes after the end is cut off at last.
-    """
-    tokens = prompt.to(device)[None]  # [1, T]
-    generator = torch.Generator().manual_seed(0)
-    with evaluating(model, "completion", device, eager=True):
-        for _ in range(num_new_tokens(model, len(prompt), device, wanted)):
-            output = model(tokens)
-            logits: Tensor = output if isinstance(output, Tensor) else output.logits  # [1, T, V]
-            scores = torch.nan_to_num(logits[0, -1, :vocab_size].double().cpu() / TEMPERATURE)  # [V]
-            drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)  # [1]
-            tokens = torch.cat([tokens, drawn.to(device)[None]], dim=1)
-    completion = tokens[0, len(prompt) :].cpu()
-    ends = (completion == eos_token_id).nonzero() if eos_token_id is not None else []
-    return completion[: int(ends[0]) if len(ends) else None]
-
-
-def num_new_tokens(model: nn.Module, num_given: int, device: torch.device, wanted: int | None = None) -> int:
-    """Return the number of tokens that are ``wanted``, or worth a forward each, and have a position."""
-    is_large = sum(parameter.numel() for parameter in model.parameters()) > SLOW_FROM_PARAMETERS
-    is_cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    is_slow = isinstance(model, FSDPModule) or is_cut or (is_large and device.type == "cpu")
-    if wanted is None:
-        wanted = NEW_TOKENS_SLOW if is_slow else NEW_TOKENS
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return wanted if positions is None else max(0, min(wanted, positions - num_given))

@@ -1,4 +1,4 @@
-"""Commands without torch: help, `init`, `report`, `runs`, `completion`, and the check of a recipe.
+"""Commands without torch: help, `init`, `report`, `runs`, and the check of a recipe.
 
 A module is imported here when its command is asked for: torch and transformers take seconds.
 """
@@ -12,7 +12,6 @@ from megabatch.train.cli.arguments import (
     COMMANDS,
     REMOVED_COMMANDS,
     WITH_RECIPE,
-    Completion,
     Init,
     Report,
     Runs,
@@ -87,13 +86,6 @@ def answer(arguments: Sequence[str]) -> bool:
 
         options = read_arguments(Runs, words)
         print_runs(options.folder, as_json=options.json)
-    elif name == "completion":
-        from megabatch.train.cli.help import SCRIPTS, print_words
-
-        if words[:1] == ["words"]:
-            print_words(words[1:])
-        else:
-            print(SCRIPTS[read_arguments(Completion, words).shell])
     else:
         return False
     return True

@@ -48,6 +48,7 @@ FOREIGN_KEYS = {
 REMOVED_KEYS = {  # key -> what to do instead; a line is kept for one release
     "run.manifest": "it was removed: run_hash in each row of metrics.jsonl tells runs apart; leave the key out",
     "optim.in_backward": "it was removed, since it freed no memory where gradients accumulate: leave it out",
+    "eval.completion_tokens": "it was removed: `megabatch chat` writes text with the run's model; leave the key out",
     "checkpoint.partial": "it was removed: a signal ends the run after the update that runs; leave it out",
 }
 

@@ -272,9 +272,6 @@ class EvalConfig(Section):
     """"module:function": (model, microbatch) -> {name: (total, weight)}, summed exactly over every set."""
     function: Function | None = None
     """"module:function": (event) -> {name: number}, a whole evaluation of one's own, run on every rank."""
-    completion_tokens: Step | None = None
-    """Tokens that the model writes after a held-out prompt at the end of a run, to be read. 0: it writes none. None:
-    200, or 32 where a forward takes long."""
 
 
 class RunConfig(Section):

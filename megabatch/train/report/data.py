@@ -44,7 +44,6 @@ FAILED = re.compile(r"stopped by \w+Error\b")
 PLANNED = re.compile(r"(\d+) updates? of ")
 PARAMETERS = re.compile(r"([\d,]+) parameters: (\w+)")
 UTILIZATION = re.compile(r"MFU: (.*)")
-COMPLETION = re.compile(r"── a held-out prompt ─+\n(.*?)\n── its completion ─+\n(.*?)\n─{80}\n", re.DOTALL)
 SETTINGS = (("update", "global_batch_size"), ("optim", "lr"), ("optim", "name"))  # of the recipe, on the page
 Story = dict[str, Any]
 
@@ -76,7 +75,6 @@ def read_run(folder: Path, *, state: str | None = None, most_updates: int = colu
             "plan": plan,
             "model": model_of(plan),
             "settings": settings_of(folder),
-            "completion": completion_of(log),
             "planned": planned,
             "state": final_state(ended, step, planned) if state is None else state,
             "ended": ended,
@@ -199,12 +197,6 @@ def settings_of(folder: Path) -> dict[str, str]:
         return {}
     settings = {key: recipe.get(section, {}).get(key) for section, key in SETTINGS}
     return {key: str(value) for key, value in settings.items() if isinstance(value, int | float | str)}
-
-
-def completion_of(log: Sequence[str]) -> list[str]:
-    """Return the last held-out prompt that the model has completed, and its completion; none without one."""
-    completions = COMPLETION.findall("\n".join([*log, ""]))
-    return list(completions[-1]) if completions else []
 
 
 def planned_of(plan: list[str]) -> int | None:

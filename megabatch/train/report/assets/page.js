@@ -16,7 +16,6 @@ function showOne(run) {
   new Cuts(document.getElementById("cuts")).news(run);
   document.getElementById("cuts").hidden = !run.cuts.step.length;
   new Timelines(document.getElementById("timelines")).news(run);
-  fill("completion", completionOf(run));
   fill("plans", planOf(run));
   fill("skipped", skippedOf(run));
   fill("numbers", numbersOf(run));

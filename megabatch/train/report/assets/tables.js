@@ -66,12 +66,6 @@ function numbersOf(run) {
   });
 }
 
-function completionOf({ completion }) {
-  if (!completion.length) return [];
-  const [prompt, text] = completion;
-  return [element("h3", {}, "prompt"), element("pre", { class: "text" }, prompt), element("h3", {}, "completion"), element("pre", { class: "text" }, text)];
-}
-
 function skippedOf(run) {
   if (!run.skipped.length) return [];
   const rows = run.skipped.map((each) => [each.step, each.num_samples, each.reason,
