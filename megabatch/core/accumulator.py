@@ -246,11 +246,8 @@ class Accumulator:
         )  # fmt: skip
         opened.is_running = True
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(wrapper.surround_call(agreement))
-                stack.enter_context(no_float16_autocast(wrapper.models))
-                surrounding = planner.batching.surround_call(self.model, call.plan, agreement.num_microbatches)
-                stack.enter_context(surrounding)
+            surrounding = planner.batching.surround_call(self.model, call.plan, agreement.num_microbatches)
+            with wrapper.surround_call(agreement), no_float16_autocast(wrapper.models), surrounding:
                 yield call
             guard.leave(opened.total_factor)
             opened.is_running = False

@@ -68,9 +68,10 @@ class ByLoss(Generic[Value]):
 
     def get(self, loss_fn: Any) -> Value | None:
         owner, function = _split_method(loss_fn)
-        with contextlib.suppress(TypeError):
+        try:
             return self._values.get(owner, {}).get(function)
-        return None
+        except TypeError:
+            return None
 
     def set(self, loss_fn: Any, value: Value) -> None:
         owner, function = _split_method(loss_fn)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megabatch.core.contract import accumulation_dtype
 from megabatch.errors import PlanError
-from megabatch.torch_private.classes import is_dtensor
+from megabatch.torch_private.classes import is_dtensor, local_tensor
 from megabatch.torch_private.foreach import multiply_all
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -83,23 +83,27 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
+def separate_gradients(parameters: Sequence[nn.Parameter]) -> bool:
     """Give every gradient its own memory, since an in-place change of shared memory would change both gradients.
 
     Autograd gives two parameters one gradient tensor if a model uses their sum: ``x + (pos[None] + kind[None])``.
+
+    Returns:
+        True if every parameter has a gradient. None can then appear that shares the memory of another.
     """
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     # Addresses, not storages: views of DDP's buckets share a storage and no element.
     starts: set[int] = set()
-    for parameter in parameters:
+    for parameter in with_gradient:
         gradient: Any = parameter.grad
-        if gradient is None or gradient.layout != torch.strided:
+        if gradient.layout != torch.strided:
             continue
-        shard = gradient.to_local() if _is_sharded(gradient) else gradient
-        start = shard.data_ptr()
+        start = local_tensor(gradient).data_ptr()
         if start in starts:
             parameter.grad = gradient.clone()
         elif start:
             starts.add(start)
+    return len(with_gradient) == len(parameters)
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
@@ -177,22 +181,18 @@ def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None:
-            mesh = gradient.device_mesh if _is_sharded(gradient) else None
-            groups.setdefault((mesh, gradient.device, gradient.dtype), []).append(gradient)
+            # Only a DTensor has a mesh.
+            kind = getattr(gradient, "device_mesh", None), gradient.device, gradient.dtype
+            groups.setdefault(kind, []).append(gradient)
     return list(groups.values())
 
 
-def _is_sharded(gradient: Tensor) -> bool:
-    return type(gradient) is not Tensor and is_dtensor(gradient)
-
-
 def _norm_of(gradients: list[Tensor]) -> Tensor:
-    return _full(torch.nn.utils.get_total_norm(list(map(_values, gradients))))
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Return the values of a sparse gradient, each element once. Return a dense gradient unchanged."""
-    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+    # A sparse gradient may have an element in several parts, until it is coalesced.
+    values = [
+        gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient for gradient in gradients
+    ]
+    return _full(torch.nn.utils.get_total_norm(values))
 
 
 def _full(norm: Tensor) -> Tensor:

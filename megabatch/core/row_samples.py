@@ -28,6 +28,10 @@ class RowSamples(Samples):
         first = next(iter(self._batch.values()))
         return self._refuse_empty([first.shape[1] if first.ndim > 1 else 1] * len(first))
 
+    def _are_images(self) -> bool:
+        first = next(iter(self._batch.values()))
+        return first.ndim > 3 and first.is_floating_point()
+
     def take_whole(self, indices: Sequence[int]) -> Microbatch:
         """Collate the rows at ``indices``, without the loss's view of them."""
         return self.batching.collate_rows(_take_rows(self._batch, indices), indices)

@@ -276,9 +276,7 @@ class OpenUpdate:
             raise
         # Only new gradients can share memory.
         if not self._all_have_gradients:
-            parameters = self._wrapper.accumulating
-            separate_gradients(parameters)
-            self._all_have_gradients = all(parameter.grad is not None for parameter in parameters)
+            self._all_have_gradients = separate_gradients(self._wrapper.accumulating)
         return sums
 
     def objective(self, terms: Mapping[str, Term], step: MicrobatchStep) -> Tensor:

@@ -66,7 +66,8 @@ class AttachedTensors:
     def _attachments(self) -> Iterator[Attachment]:
         """Yield the attached tensors, without scalars, which may be statistics for a log."""
         holders: list[nn.Parameter | nn.Module] = [*self._wrapper.accumulating, *self._modules]
-        for holder in holders:
+        # Most parameters have no attribute, and calls look at all of them.
+        for holder in filter(vars, holders):
             for name, value in vars(holder).items():
                 tensors = () if name in MEMBERS else _tensors_in(value)
                 for tensor in tensors:

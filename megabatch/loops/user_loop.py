@@ -337,8 +337,7 @@ class LoopUpdate(OpenUpdate):
             self._finish_weights()
         # Only new gradients can share memory.
         if not self._all_have_gradients:
-            separate_gradients(self.wrapper.accumulating)
-            self._all_have_gradients = all(parameter.grad is not None for parameter in self.wrapper.accumulating)
+            self._all_have_gradients = separate_gradients(self.wrapper.accumulating)
         self._watch.leave(self.total_factor)
 
     def divide_by(self, divisor: float) -> None:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
 
 from megabatch.errors import PlanError
 from megabatch.torch_private.classes import local_tensor
@@ -78,10 +77,7 @@ class QuantizedAdam(optim.Optimizer):
     def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - no closure
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for parameter in (parameter for parameter in parameters if parameter.grad is not None):
-            weight, gradient = (
-                local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-                for tensor in (parameter, parameter.grad)
-            )
+            weight, gradient = (local_tensor(tensor) for tensor in (parameter, parameter.grad))
             if not self.state[parameter]:
                 self.state[parameter] = self._new_states(weight)
             weight.add_(gradient, alpha=-1.0)

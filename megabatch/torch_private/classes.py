@@ -1,8 +1,6 @@
 """Classes of torch that are imported only where a model needs them."""
 
-import operator
 import sys
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -41,7 +39,9 @@ def is_flat_parameter(value: object) -> bool:
     return is_instance_of(value, "torch.distributed.fsdp._flat_param", "FlatParameter")
 
 
-local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")  # of a DTensor, outside of autograd
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the shard of a DTensor, outside of autograd. Return any other tensor unchanged."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_replicate_module(module: object) -> bool:
