@@ -12,10 +12,14 @@ import math
 import sys
 import sysconfig
 import threading
+import traceback
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -40,19 +44,24 @@ from megabatch.verification.audit_records import (
     Record,
     SchedulerRecord,
     UpdateRecord,
+    join_rows,
 )
-from megabatch.verification.audit_report import MAX_RESIDUAL, MEGABATCH, Audit
+from megabatch.verification.audit_report import MAX_RESIDUAL, MEGABATCH, TINY, Audit
 
-FROM_LOSS, FROM_OUTPUT, FROM_HEAD = range(3)  # where logits were found; the nearest to the loss are right
-MAX_FORWARDS = 64  # without a backward that are remembered
-LIBRARIES = {  # beginning of a module's name on the stack of an optimizer's step → the library whose loop it is
+# Where logits were seen; those that are nearest to the loss are right.
+FROM_LOSS, FROM_OUTPUT, FROM_HEAD = range(3)
+# Forwards without a backward that are remembered.
+MAX_FORWARDS = 64
+# Beginnings of modules on the stack of an optimizer's step, and the library whose loop it is.
+LIBRARIES = {
     "sentence_transformers.": "sentence-transformers", "trl.": "TRL", "transformers.trainer": "Trainer",
     "lightning.": "Lightning", "pytorch_lightning.": "Lightning", "torchtitan.": "torchtitan",
     "torchtune.": "torchtune", "megabatch.": "megabatch", "accelerate.": "Accelerate",
 }  # fmt: skip
-TRAINERS = ("transformers.trainer.Trainer", "lightning.pytorch.core.module.LightningModule",
-            "pytorch_lightning.core.module.LightningModule")  # fmt: skip
-INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # not the script's own files
+TRAINERS = {"transformers.trainer.Trainer", "lightning.pytorch.core.module.LightningModule",
+            "pytorch_lightning.core.module.LightningModule"}  # fmt: skip
+# Folders whose files are not the script's own.
+INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 
 
 @contextlib.contextmanager
@@ -102,48 +111,66 @@ class _UnsavedHook:
         self._run(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # of the standard library: a reader has no megabatch
+        # A function of the standard library: a reader has no megabatch.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class _Forward:
-    """One call of a model in training, until its backward has run."""
+    """One call of a model in training, until its backward has run.
+
+    Attributes:
+        shape: Of the token ids.
+        places: Position ids [B, T], if the model was given some.
+        watched: Logits with a hook while the model runs, since a head's may be the output's.
+        nearest: Where the logits were found whose gradient was seen.
+    """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        ids, mask, self.places = _find_inputs(args, kwargs)
-        self.shape = () if ids is None else tuple(ids.shape)  # of the token ids
-        self.row_hashes = _hash_rows(ids, mask)
-        self.row_tokens, self.num_positions = _count_tokens(ids, mask)
+        self.shape: tuple[int, ...] = ()
+        self.row_hashes: list[int] = []
+        self.row_tokens: list[int] = []
+        self.num_positions = 0
         self.has_logits = False
-        self.watched: dict[int, Tensor] = {}  # logits with a hook, while the model runs: a head's may be the output's
-        self.nearest: int | None = None  # of the logits whose gradient was seen
+        self.watched: dict[int, Tensor] = {}
+        self.nearest = FROM_HEAD
         self.microbatch: _Microbatch | None = None
+        ids, mask, self.places = _find_inputs(args, kwargs)
+        if ids is None:
+            return
+        self.shape = tuple(ids.shape)
+        self.row_hashes = _hash_rows(ids, mask)
+        if mask is not None and ids.ndim == 2:
+            self.row_tokens = mask.bool().sum(-1).tolist()
+            self.num_positions = ids.numel()
+
+
+class _Part(NamedTuple):
+    """The target tokens of one tensor of logits."""
+
+    measured: TokenWeights
+    samples: Tensor
+    sequences: Tensor
 
 
 class _Microbatch:
-    """One backward: what it was made of, and the sketch of its gradient."""
+    """One backward: what it was made of, the sketch of its gradient, and the parameters whose gradients are in it."""
 
     def __init__(self) -> None:
         self.forwards: list[_Forward] = []
-        self.parts: list[MicrobatchRecord] = []  # one for each tensor of logits
+        self.parts: list[_Part] = []
         self.sketch: Tensor | None = None
-        self.seen: set[int] = set()  # parameters whose gradient is in the sketch
+        self.seen: set[int] = set()
 
     def record(self) -> MicrobatchRecord:
         """Return the record: the logits that a cross-entropy was taken of, or else all."""
-        best = min((part.residual or 0.0 for part in self.parts), default=0.0)
-        parts = [part for part in self.parts if best > MAX_RESIDUAL or (part.residual or 0.0) <= MAX_RESIDUAL]
         record = MicrobatchRecord(sketch=None if self.sketch is None else self.sketch.cpu())
+        parts = [part for part in self.parts if part.measured.residual <= MAX_RESIDUAL] or self.parts
         if parts:
-            record.weights = torch.cat([part.weights for part in parts])
-            record.residual = max(part.residual or 0.0 for part in parts)
-            record.smoothing = parts[0].smoothing
-        samples: list[Tensor] = []
-        sequences: list[Tensor] = []
-        for part in parts:
-            samples.append(_renumber(part.samples, samples))
-            sequences.append(_renumber(part.sequences, sequences))
-        if parts:
-            record.samples, record.sequences = torch.cat(samples), torch.cat(sequences)
+            record.weights = torch.cat([part.measured.weights for part in parts])
+            record.samples = join_rows([part.samples for part in parts])
+            record.sequences = join_rows([part.sequences for part in parts])
+            record.residual = max(part.measured.residual for part in parts)
+            record.smoothing = parts[0].measured.smoothing
         for forward in self.forwards:
             record.row_hashes += forward.row_hashes
             record.row_tokens += forward.row_tokens
@@ -151,23 +178,35 @@ class _Microbatch:
         return record
 
 
-def _renumber(rows: Tensor, before: Sequence[Tensor]) -> Tensor:
-    """Return numbers that follow those before: rows of several forwards are different rows."""
-    if not rows.numel() or bool((rows < 0).any()):
-        return rows
-    return rows + max((int(numbers.max()) + 1 for numbers in before if numbers.numel()), default=0)
+@dataclass
+class _OpenUpdate:
+    """Observations since the last optimizer step.
+
+    Attributes:
+        forwards: Those without a backward yet.
+        before_clip: Sketch of the gradient before the first clip.
+        clip_factor: Of megabatch's clip.
+    """
+
+    forwards: list[_Forward] = field(default_factory=list[_Forward])
+    microbatches: list[_Microbatch] = field(default_factory=list[_Microbatch])
+    before_clip: Tensor | None = None
+    num_clips: int = 0
+    clips_values: bool = False
+    clip_factor: Tensor | None = None
+    is_finalized: bool = False
 
 
 def _quietly(method: Callable[..., None]) -> Callable[..., None]:
     """Note what goes wrong in a hook: the audited run goes on."""
 
     @functools.wraps(method)
-    def run(self: "_Recorder", *args: Any) -> None:
+    def run(self: "_Recorder", *args: Any, **kwargs: Any) -> None:
         if not self.is_open:
             return
         try:
             with torch.no_grad():
-                method(self, *args)
+                method(self, *args, **kwargs)
         except Exception as error:
             self.note(f"an error of the audit itself ({in_one_line(error)})")
 
@@ -178,27 +217,27 @@ class _Recorder:
     """Hooks of one process, and the update that they watch."""
 
     def __init__(self, model: nn.Module | None, updates: int, write: Callable[[Record], None]) -> None:
-        self._models = None if model is None else {id(module) for module in original_of(model).modules()} | {id(model)}
+        self._models: set[int] | None = None
+        if model is not None:
+            self._models = {id(model), *map(id, original_of(model).modules())}
         self._limit, self._write = updates, write
         self.is_open = False
         self._undo: list[Callable[[], None]] = []
         self._sketcher = Sketcher()
-        self._known: set[int] = set()  # tensors and modules with hooks
-        self._keep: list[Any] = []  # so that their ids stay theirs
+        # Tensors, modules and classes with hooks, by their ids, which stay theirs.
+        self._known: dict[int, Any] = {}
         self._depth = 0
-        self._number = 0  # of the update
-        self._microbatches: list[_Microbatch] = []
-        self._forwards: list[_Forward] = []  # without a backward yet
+        self._number = 0
+        self._update = _OpenUpdate()
         self._current: _Forward | None = None
-        self._before_clip: Tensor | None = None
-        self._clips_values = self._is_finalized = self._is_compiled = False
-        self._clip_factor: Tensor | None = None  # of megabatch's clip
-        self._num_clips = 0
+        self._is_compiled = False
         self._notes: dict[str, None] = {}
         self._steppers: set[int] = set()
-        self._schedulers: dict[int, int] = {}  # steps of each since the update's first forward
+        # Steps of each scheduler since the update's first forward.
+        self._schedulers: Counter[int] = Counter()
         self._is_stepping_scheduler = False
         self._awaits_schedulers = False
+        # False once it has stopped.
         self._profiler: Any = None
 
     def note(self, text: str) -> None:
@@ -211,48 +250,71 @@ class _Recorder:
         """Set the hooks that need no model."""
         self.is_open = True
         self._replace(nn.Module, "__call__", self._wrap_call)
-        self._replace(functional, "cross_entropy", self._wrap_cross_entropy)
-        self._replace(nn.utils, "clip_grad_value_", self._wrap_clip)
-        self._replace(nn.utils.clip_grad, "clip_grad_value_", self._wrap_clip)
+        self._watch_calls(functional, "cross_entropy", self._see_cross_entropy)
+        self._watch_calls(nn.utils, "clip_grad_value_", self._see_value_clip)
+        self._watch_calls(nn.utils.clip_grad, "clip_grad_value_", self._see_value_clip)
         self._undo.append(call_before_clip(self._see_clip))
         self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
         if dist.is_available():
-            self._replace(dist, "destroy_process_group", self._wrap_end_of_group)
+            # The profiler must not outlive the group.
+            self._watch_calls(dist, "destroy_process_group", self._stop_profiler)
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        wrapped = wrap(original)
+        wrapped = functools.wraps(original)(wrap(original))
         setattr(owner, name, wrapped)
 
         def undo() -> None:
-            if getattr(owner, name) is wrapped:  # else somebody has wrapped it again, and ours only passes on
+            # A function of others around ours stays, and ours only passes on.
+            if getattr(owner, name) is wrapped:
                 setattr(owner, name, original)
 
         self._undo.append(undo)
+
+    def _watch_calls(self, owner: Any, name: str, see: Callable[..., Any]) -> None:
+        """Let ``see`` run before each call of a function, with its arguments."""
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if not torch.compiler.is_compiling():
+                    see(*args, **kwargs)
+                return original(*args, **kwargs)
+
+            # torch.jit.script compiles torch's own function.
+            cast(Any, call).__prepare_scriptable__ = lambda: original
+            return call
+
+        self._replace(owner, name, wrap)
+
+    def _is_new(self, watched: Any) -> bool:
+        """Return True the first time that a tensor, a module or a class is to get a hook."""
+        is_new = id(watched) not in self._known
+        self._known[id(watched)] = watched
+        return is_new
 
     def stop(self, *, is_end_of_run: bool) -> None:
         """Remove every hook; note the microbatches that no optimizer step has used."""
         if not self.is_open:
             return
         self._close_update()
-        unused_weights = [sum(part.weights.numel() for part in microbatch.parts) for microbatch in self._microbatches]
         self.is_open = False
-        if threading.main_thread().is_alive():  # at the end of the process torch's profiler can crash it
+        # At the end of the process torch's profiler can crash it.
+        if threading.main_thread().is_alive():
             self._stop_profiler()
         for undo in reversed(self._undo):
             undo()
-        rank, _ = _place()
-        self._write(EndRecord(rank, is_end_of_run, unused_weights if is_end_of_run else [], list(self._notes)))
-        self._microbatches, self._forwards, self._keep, self._before_clip = [], [], [], None
-        self._sketcher = Sketcher()
+        end = EndRecord(_place()[0], is_end_of_run, notes=list(self._notes))
+        if is_end_of_run:
+            end.left_over = [microbatch.record().num_targets for microbatch in self._update.microbatches]
+        self._write(end)
+        self._update, self._sketcher = _OpenUpdate(), Sketcher()
+        self._known.clear()
 
     # Forwards
 
     def _wrap_call(self, original_call: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth or not self.is_open:
-                return original_call(module, *args, **kwargs)
-            if not self._is_root(module):
+            if torch.compiler.is_compiling() or not self._is_root(module):
                 return original_call(module, *args, **kwargs)
             self._current = None
             self._begin_forward(module, args, kwargs)
@@ -269,9 +331,10 @@ class _Recorder:
         return call
 
     def _is_root(self, module: nn.Module) -> bool:
-        if isinstance(module, DistributedDataParallel):  # hands on other tensors than the loss is made of
+        if self._depth or not self.is_open:
             return False
-        if not torch.is_grad_enabled() or is_in_backward():  # a checkpoint runs a part again
+        # DDP hands on other tensors than the loss is made of. In a backward a checkpoint runs a part again.
+        if isinstance(module, DistributedDataParallel) or not torch.is_grad_enabled() or is_in_backward():
             return False
         if self._models is not None:
             return id(module) in self._models
@@ -284,79 +347,73 @@ class _Recorder:
         if self._number == self._limit:
             self.stop(is_end_of_run=False)
             return
-        if id(module) not in self._known:
+        if self._is_new(module):
             self._add_model(module)
-        if self._number == 0 and self._profiler is None and not self._microbatches and _place()[1] > 1:
+        if self._profiler is None:
             self._start_profiler()
-        del self._forwards[:-MAX_FORWARDS]
         self._current = _Forward(args, kwargs)
-        self._forwards.append(self._current)
+        self._update.forwards = [*self._update.forwards[-MAX_FORWARDS:], self._current]
 
     def _add_model(self, module: nn.Module) -> None:
-        self._known.add(id(module))
-        self._keep.append(module)
         for kind in _subclasses(LRScheduler):
-            if "step" in vars(kind) and id(kind) not in self._known:
-                self._known.add(id(kind))
+            if "step" in vars(kind) and self._is_new(kind):
                 self._replace(kind, "step", self._wrap_scheduler)
+        # A hook inside would break the compiled graph.
         if has_compiled(module):
             self._is_compiled = True
-            return  # a hook inside would break the compiled graph
+            return
+        # megabatch.losses leaves out the logits where no hook sees them.
         if "megabatch.gradient_accumulator" in sys.modules:
-            self._watch_accumulators(sys.modules["megabatch.gradient_accumulator"].GradientAccumulator)
-            return  # megabatch.losses leaves out the logits where no hook sees them
+            accumulator = sys.modules["megabatch.gradient_accumulator"].GradientAccumulator
+            if self._is_new(accumulator):
+                self._replace(accumulator, "finalize", self._wrap_finalize)
+            return
         for submodule in module.modules():
             head = output_embeddings(submodule)
-            if isinstance(head, nn.Module) and id(head) not in self._known:
-                self._known.add(id(head))
+            if isinstance(head, nn.Module) and self._is_new(head):
                 self._undo.append(head.register_forward_hook(_UnsavedHook(self._see_head)).remove)
 
-    def _watch_accumulators(self, kind: type) -> None:
-        """Note that an update is megabatch's, and by what its `finalize` clips the gradient."""
-        if id(kind) not in self._known:
-            self._known.add(id(kind))
-            self._replace(kind, "finalize", self._wrap_finalize)
-
     def _wrap_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note that an update is megabatch's, and by what its `finalize` clips the gradient."""
         from megabatch.core.gradients import CLIP_EPSILON
 
-        @functools.wraps(original)
         def finalize(*args: Any, max_norm: float | None = None, **kwargs: Any) -> Any:
-            self._is_finalized = True
+            self._update.is_finalized = True
             update = original(*args, max_norm=max_norm, **kwargs)
-            if max_norm is not None and update.grad_norm is not None:  # None without weight
-                self._clip_factor = torch.clamp(max_norm / (update.grad_norm + CLIP_EPSILON), max=1.0)
+            # An update without weight has no norm.
+            if max_norm is not None and update.grad_norm is not None:
+                self._update.clip_factor = torch.clamp(max_norm / (update.grad_norm + CLIP_EPSILON), max=1.0)
             return update
 
         return finalize
 
     @_quietly
     def _see_head(self, head: nn.Module, inputs: Any, output: Any) -> None:
-        if self._forwards and not is_in_backward():
-            self._watch_logits(self._forwards[-1], output, FROM_HEAD)
+        if self._update.forwards and not is_in_backward():
+            self._watch_logits(self._update.forwards[-1], output, FROM_HEAD)
 
     @_quietly
     def _end_forward(self, module: nn.Module, forward: _Forward, output: Any) -> None:
-        log_probs, mask = (getattr(output, name, None) for name in ("log_probs", "label_mask"))  # of TRL's fused head
+        # TRL's fused head gives these in place of logits.
+        log_probs, mask = getattr(output, "log_probs", None), getattr(output, "label_mask", None)
         if isinstance(log_probs, Tensor) and log_probs.requires_grad and isinstance(mask, Tensor):
             forward.has_logits = True
             targets = mask.detach().expand(log_probs.shape)
             log_probs.register_hook(partial(self._see_log_probs, forward, targets))
         chunks = _find_logits(output)
+        # The positions are those of whole rows.
         if len(chunks) > 1:
-            forward.places = None  # they are those of whole rows
+            forward.places = None
         for logits in chunks:
             self._watch_logits(forward, logits, FROM_OUTPUT)
         forward.watched.clear()
         self._watch_parameters(module)
 
     def _watch_logits(self, forward: _Forward, logits: Any, distance: int) -> None:
-        if not isinstance(logits, Tensor) or not logits.requires_grad or logits.ndim < 2:
+        if not isinstance(logits, Tensor) or not logits.requires_grad or logits.ndim < 2 or logits.shape[-1] < 2:
             return
         if is_dtensor(logits):
             self.note("the weights of tokens: the classes of the logits are sharded")
-            return
-        if not logits.is_floating_point() or logits.shape[-1] < 2:
             return
         forward.has_logits = True
         if id(logits) in forward.watched:
@@ -366,255 +423,244 @@ class _Recorder:
         # The hook goes with the tensor, and does nothing once the audit has stopped.
         logits.register_hook(partial(self._see_logits, forward, values, writes, distance))
 
-    def _wrap_cross_entropy(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def cross_entropy(input: Any, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self.is_open and torch.is_grad_enabled():
-                self._see_cross_entropy(input)
-            return original(input, *args, **kwargs)
-
-        cast(Any, cross_entropy).__prepare_scriptable__ = lambda: original  # torch.jit.script compiles torch's own
-        return cross_entropy
-
     @_quietly
-    def _see_cross_entropy(self, logits: Any) -> None:
-        if self._forwards and not self._forwards[-1].has_logits and not is_in_backward() and logits.ndim == 2:
-            forward = self._forwards[-1]
-            self._watch_logits(forward, logits, FROM_LOSS)
-            forward.has_logits = False  # another call may follow, and the output's logits may be nearer
+    def _see_cross_entropy(self, input: Tensor, *_: Any, **_options: Any) -> None:
+        forwards = self._update.forwards
+        if not forwards or forwards[-1].has_logits or is_in_backward() or input.ndim != 2:
+            return
+        self._watch_logits(forwards[-1], input, FROM_LOSS)
+        # Another call may follow, and the output's logits may be nearer.
+        forwards[-1].has_logits = False
 
     # Backwards
 
     @_quietly
     def _see_logits(self, forward: _Forward, values: Tensor, writes: int, distance: int, d: Tensor | None) -> None:
-        if d is None:  # the loss is inside of a compiled graph
+        # The loss is inside of a compiled graph.
+        if d is None:
             self._is_compiled = True
             return
-        if forward.nearest is not None and distance > forward.nearest:
+        if distance > forward.nearest:
             return
         if count_writes(values) != writes:
             self.note("the weights of tokens: the logits were changed in place")
             return
         forward.nearest = distance
-        measured = measure_weights(d, values)
-        self._add_part(forward, measured, values.shape[:-1])
+        self._add_part(forward, measure_weights(d, values), values.shape[:-1])
 
     @_quietly
     def _see_log_probs(self, forward: _Forward, mask: Tensor, d: Tensor) -> None:
         forward.nearest = FROM_LOSS
-        flat = (d.detach() * mask).flatten().double().cpu()  # those of other positions are constants
+        # Log-probabilities of other positions are constants.
+        flat = (d.detach() * mask).flatten().double().cpu()
         positions = flat.nonzero()[:, 0]
         self._add_part(forward, TokenWeights(-flat[positions], positions, 0.0, 0.0), d.shape)
 
     def _add_part(self, forward: _Forward, measured: TokenWeights, shape: Sequence[int]) -> None:
         samples, sequences = _find_samples(measured.positions, shape, forward.shape, forward.places)
-        part = MicrobatchRecord(measured.weights, samples, sequences, measured.residual, measured.smoothing)
-        self._microbatch_of(forward).parts.append(part)
+        # Where a parameter was seen already, the backward runs a second time.
+        if forward.microbatch is None or forward.microbatch.seen:
+            self._join_microbatch(forward)
+        cast(_Microbatch, forward.microbatch).parts.append(_Part(measured, samples, sequences))
 
-    def _microbatch_of(self, forward: _Forward) -> _Microbatch:
-        if forward.microbatch is None or forward.microbatch.seen:  # seen: its backward runs a second time
-            last = self._microbatches[-1] if self._microbatches else None
-            forward.microbatch = last if last is not None and not last.seen else self._open_microbatch()
-            forward.microbatch.forwards.append(forward)
-            self._forwards = [recent for recent in self._forwards if recent.microbatch is None or recent is forward]
-        return forward.microbatch
-
-    def _open_microbatch(self) -> _Microbatch:
-        self._microbatches.append(_Microbatch())
-        return self._microbatches[-1]
+    def _join_microbatch(self, forward: _Forward) -> None:
+        """Count a forward to the microbatch whose backward has reached no parameter yet."""
+        update = self._update
+        if not update.microbatches or update.microbatches[-1].seen:
+            update.microbatches.append(_Microbatch())
+        forward.microbatch = update.microbatches[-1]
+        forward.microbatch.forwards.append(forward)
+        update.forwards = [recent for recent in update.forwards if recent.microbatch is None or recent is forward]
 
     def _watch_parameters(self, module: nn.Module) -> None:
         """Set a hook on each parameter; under FSDP2 on the unsharded ones, which the first forward makes."""
         if any(map(is_fsdp1, module.modules())) or any(map(is_flat_parameter, module.parameters())):
             self.note("how often a microbatch is counted: FSDP1's parameters are flat")
             return
-        groups = param_groups([submodule for submodule in module.modules() if is_fsdp2(submodule)])
-        sharded = [wrapped for group in groups for wrapped in group.fsdp_params]
-        known = {id(wrapped.sharded_param) for wrapped in sharded}
-        known |= {id(unsharded_parameter(wrapped)) for wrapped in sharded}
-        for wrapped in sharded:
-            if wrapped.sharded_param.requires_grad:
-                self._watch_gradient(module, wrapped.sharded_param, unsharded_parameter(wrapped))
+        sharded: set[int] = set()
+        for group in param_groups([submodule for submodule in module.modules() if is_fsdp2(submodule)]):
+            for wrapped in group.fsdp_params:
+                unsharded = unsharded_parameter(wrapped)
+                sharded |= {id(wrapped.sharded_param), id(unsharded)}
+                self._watch_gradient(module, wrapped.sharded_param, unsharded)
         for parameter in module.parameters():
-            if id(parameter) not in known and parameter.requires_grad:
+            if id(parameter) not in sharded:
                 self._watch_gradient(module, parameter, parameter)
 
     def _watch_gradient(self, module: nn.Module, parameter: Tensor, tensor: Tensor | None) -> None:
-        self._sketcher.add_parameter(parameter)
-        if tensor is None or id(tensor) in self._known or not tensor.requires_grad:
+        if not parameter.requires_grad:
             return
-        self._known.add(id(tensor))
-        self._keep.append(tensor)
-        self._undo.append(tensor.register_hook(partial(self._see_gradient, module, parameter)).remove)
+        self._sketcher.add_parameter(parameter)
+        if tensor is not None and tensor.requires_grad and self._is_new(tensor):
+            self._undo.append(tensor.register_hook(partial(self._see_gradient, module, parameter)).remove)
 
     @_quietly
     def _see_gradient(self, module: nn.Module, parameter: Tensor, d: Tensor) -> None:
-        if self._models is None and not module.training:  # a trial in eval mode, as MegabatchTrainer's
+        # A trial in eval mode, as MegabatchTrainer's.
+        if self._models is None and not module.training:
             return
-        last = self._microbatches[-1] if self._microbatches else None
-        if last is None or id(parameter) in last.seen:
-            last = self._open_microbatch()  # a loss without logits
-        if not last.seen and not last.forwards:
-            last.forwards = [forward for forward in self._forwards if forward.microbatch is None]
-            for forward in last.forwards:
-                forward.microbatch = last
-            self._forwards = self._forwards[-1:]
-        last.seen.add(id(parameter))
-        self._before_clip = None
-        last.sketch = self._sketcher.add_sketch(last.sketch, parameter, d)
+        update = self._update
+        # The backward of a loss without logits has opened none.
+        if not update.microbatches or id(parameter) in update.microbatches[-1].seen:
+            update.microbatches.append(_Microbatch())
+        microbatch = update.microbatches[-1]
+        if not microbatch.seen and not microbatch.forwards:
+            microbatch.forwards = [forward for forward in update.forwards if forward.microbatch is None]
+            for forward in microbatch.forwards:
+                forward.microbatch = microbatch
+            update.forwards = update.forwards[-1:]
+        microbatch.seen.add(id(parameter))
+        update.before_clip = None
+        microbatch.sketch = self._sketcher.add_sketch(microbatch.sketch, parameter, d)
 
     # The step
 
-    def _wrap_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            self._see_clip()
-            self._clips_values = True
-            return original(*args, **kwargs)
-
-        return clip
+    def _see_value_clip(self, *_: Any, **_options: Any) -> None:
+        self._see_clip()
+        self._update.clips_values = True
 
     @_quietly
     def _see_clip(self) -> None:
-        self._num_clips += 1
-        if self._before_clip is None and self._microbatches:
-            self._before_clip = self._sketch_gradient()
+        self._update.num_clips += 1
+        if self._update.before_clip is None and self._update.microbatches:
+            self._update.before_clip = self._sketch(attrgetter("grad"))
 
-    def _sketch_gradient(self) -> Tensor | None:
+    def _sketch(self, read: Callable[[Any], Tensor | None]) -> Tensor | None:
+        """Return the sketch of a tensor of each parameter."""
         total = None
         for parameter in self._sketcher.parameters:
-            if parameter.grad is not None:
-                total = self._sketcher.add_sketch(total, parameter, parameter.grad)
+            tensor = read(parameter)
+            if tensor is not None:
+                total = self._sketcher.add_sketch(total, parameter, tensor)
         return total
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.is_open:
-            return None
         inner = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(inner):
             self._take_update(optimizer)
             return None
 
-        def closure(*args: Any, **named: Any) -> Any:  # the last backward runs inside of the step
+        # The last backward runs inside of the step.
+        def closure(*args: Any, **named: Any) -> Any:
             result = inner(*args, **named)
             self._take_update(optimizer)
             return result
 
-        return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
 
     @_quietly
     def _take_update(self, optimizer: Optimizer) -> None:
+        update = self._update
         if is_in_backward():
             self.note("the update: the optimizer steps inside of the backward")
             return
-        if not self._microbatches or self._number == self._limit:  # no model that is watched, or the update was taken
+        # No model is watched, or the update was taken.
+        if not update.microbatches or self._number == self._limit:
             if self._awaits_schedulers and id(optimizer) not in self._steppers:
                 self.note("what a second optimizer steps in the same update")
             return
         self._steppers.add(id(optimizer))
-        if len(self._steppers) > 1:
-            self.note("how often a microbatch is counted: several optimizers step in turns")
-            gradient = self._before_clip = None  # a parameter may have a gradient that is not for this step
-        else:
-            gradient = self._sketch_gradient()
-        if any(forward.has_logits and forward.microbatch is None for forward in self._forwards):
+        if any(forward.has_logits and forward.microbatch is None for forward in update.forwards):
             self.note(
                 "what became of a forward whose logits got no gradient before the step: its samples may be missing"
             )
-        if self._before_clip is not None and (self._clips_values or _is_shortened(gradient, self._before_clip)):
-            gradient = self._before_clip
-        elif self._before_clip is not None:
-            self.note("what changed the gradient between the clip and the step")
-            self._before_clip = None
-        if self._clip_factor is not None and gradient is not None:
-            gradient = gradient / self._clip_factor.to(gradient)
-        scale = getattr(optimizer, "grad_scale", None)
-        if isinstance(scale, Tensor) and gradient is not None and self._before_clip is None:
-            gradient = gradient / scale.to(gradient)
+        gradient = self._find_gradient(optimizer)
         rank, world = _place()
-        parameters = self._sketcher.parameters
-        is_sharded = any(map(is_dtensor, parameters))
         record = UpdateRecord(
             self._number,
             rank,
             world,
-            [microbatch.record() for microbatch in self._microbatches],
+            [microbatch.record() for microbatch in update.microbatches],
             gradient=None if gradient is None else gradient.cpu(),
-            is_sharded=is_sharded,
-            weights_checksum=None if is_sharded or world == 1 else self._checksum(parameters),
-            num_clips=self._num_clips,
-            collectives=self._stop_profiler() if world > 1 else {},
-            loop=_find_loop(is_finalized=self._is_finalized),
+            is_sharded=any(map(is_dtensor, self._sketcher.parameters)),
+            num_clips=update.num_clips,
+            collectives=self._stop_profiler(),
+            loop=_find_loop(),
             is_compiled=self._is_compiled,
             notes=list(self._notes),
         )
+        if update.is_finalized:
+            record.loop.library = MEGABATCH
+        weights = self._sketch(lambda parameter: parameter)
+        if weights is not None and world > 1 and not record.is_sharded:
+            record.weights_checksum = zlib.crc32(weights.cpu().numpy().tobytes())
         self._write(record)
-        self._microbatches, self._forwards, self._before_clip, self._num_clips = [], [], None, 0
-        self._clips_values, self._is_finalized, self._awaits_schedulers = False, False, True
-        self._clip_factor = None
+        self._update = _OpenUpdate()
+        self._awaits_schedulers = True
 
-    def _checksum(self, parameters: Sequence[Tensor]) -> int:
-        total = None
-        for parameter in parameters:
-            total = self._sketcher.add_sketch(total, parameter, parameter)
-        return 0 if total is None else zlib.crc32(total.cpu().numpy().tobytes())
+    def _find_gradient(self, optimizer: Optimizer) -> Tensor | None:
+        """Return the sketch of the gradient as it was before clips and scales; None if it cannot be told."""
+        # A parameter may have a gradient that is not for this step.
+        if len(self._steppers) > 1:
+            self.note("how often a microbatch is counted: several optimizers step in turns")
+            return None
+        gradient = self._sketch(attrgetter("grad"))
+        if gradient is None:
+            return None
+        update, before_clip = self._update, self._update.before_clip
+        factors = [update.clip_factor]
+        if before_clip is None:
+            factors.append(getattr(optimizer, "grad_scale", None))
+        elif update.clips_values or _is_shortened(gradient, before_clip):
+            gradient = before_clip
+        else:
+            self.note("what changed the gradient between the clip and the step")
+        for factor in factors:
+            if isinstance(factor, Tensor):
+                gradient = gradient / factor.to(gradient)
+        return gradient
 
     def _close_update(self) -> None:
         """Write how often schedulers stepped: most do after the optimizer."""
         if not self._awaits_schedulers:
             return
-        rank, _ = _place()
-        self._write(SchedulerRecord(self._number, rank, max(self._schedulers.values(), default=0)))
+        self._write(SchedulerRecord(self._number, _place()[0], max(self._schedulers.values(), default=0)))
         self._number += 1
-        self._awaits_schedulers, self._schedulers = False, {}
+        self._awaits_schedulers = False
+        self._schedulers.clear()
 
     def _wrap_scheduler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            is_outer = self.is_open and not self._is_stepping_scheduler
-            if is_outer and (self._forwards or self._microbatches or self._awaits_schedulers):
-                self._schedulers[id(scheduler)] = self._schedulers.get(id(scheduler), 0) + 1
+            is_inner = self._is_stepping_scheduler
+            is_in_update = self._update.forwards or self._update.microbatches or self._awaits_schedulers
+            if self.is_open and is_in_update and not is_inner:
+                self._schedulers[id(scheduler)] += 1
             self._is_stepping_scheduler = True
             try:
                 return original(scheduler, *args, **kwargs)
             finally:
-                self._is_stepping_scheduler = self._is_stepping_scheduler and not is_outer
+                self._is_stepping_scheduler = is_inner
 
         return step
 
     # Collectives
 
     def _start_profiler(self) -> None:
+        self._profiler = False
+        if _place()[1] == 1:
+            return
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
-        try:
+        # The run may have a profiler of its own.
+        with contextlib.suppress(RuntimeError):
             profiler.start()
-        except RuntimeError:  # one of the run's own
-            self._profiler = False
-        else:
             self._profiler = profiler
 
-    def _stop_profiler(self) -> dict[str, list[int]] | None:
+    def _stop_profiler(self, *_: Any, **_options: Any) -> dict[str, list[int]] | None:
         if not self._profiler:
             return None
         profiler, self._profiler = self._profiler, False
         profiler.stop()
         return _count_collectives(profiler.profiler.kineto_results.events())
 
-    def _wrap_end_of_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def destroy(*args: Any, **kwargs: Any) -> Any:
-            self._stop_profiler()  # it must not outlive the group
-            return original(*args, **kwargs)
 
-        return destroy
-
-
-def _is_shortened(now: Tensor | None, before: Tensor) -> bool:
+def _is_shortened(gradient: Tensor, before: Tensor) -> bool:
     """Return True if one sketch is the other, times a factor of at most one, as after a clip by norm."""
-    if now is None or not before.isfinite().all():
-        return now is not None
-    cosine = (now @ before) / (now.norm() * before.norm()).clamp_min(1e-300)
-    return bool(cosine > 1 - 1e-6) and bool(now.norm() <= 1.001 * before.norm())
+    if not before.isfinite().all():
+        return True
+    cosine = (gradient @ before) / (gradient.norm() * before.norm()).clamp_min(TINY)
+    return bool((cosine > 1 - 1e-6) & (gradient.norm() <= 1.001 * before.norm()))
 
 
 def _place() -> tuple[int, int]:
@@ -630,28 +676,23 @@ def _subclasses(kind: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-def _find_loop(*, is_finalized: bool) -> LoopRecord:
+def _find_loop() -> LoopRecord:
     """Return the library whose loop calls the optimizer, its trainer, and the line of the script that leads here."""
-    loop, modules = LoopRecord(), list[str]()
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = type(frame.f_locals.get("self"))
+    loop, stack = LoopRecord(), ""
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
         module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-        modules += [module, *(kind.__module__ for kind in owner.__mro__)]
-        if not loop.trainer and any(f"{kind.__module__}.{kind.__qualname__}" in TRAINERS for kind in owner.__mro__):
+        if module.startswith("megabatch.verification."):
+            continue
+        owner = type(frame.f_locals.get("self"))
+        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in owner.__mro__]
+        stack = "\n".join([stack, module, *kinds])
+        if not loop.trainer and not TRAINERS.isdisjoint(kinds):
             loop.trainer = owner.__name__
-        if not loop.file and not module.startswith("megabatch.") and _is_of_script(path):
-            loop.file, loop.line = path.replace("\\", "/").rpartition("/")[2], frame.f_lineno
-            loop.code = linecache.getline(path, frame.f_lineno).strip()
-        frame = frame.f_back
-    modules = [name for name in modules if not name.startswith("megabatch.verification.")]
-    libraries = (name for start, name in LIBRARIES.items() if any(module.startswith(start) for module in modules))
-    loop.library = MEGABATCH if is_finalized else next(libraries, "")
+        if not loop.file and not module.startswith("megabatch.") and not path.startswith(("<", *INSTALLED)):
+            loop.file, loop.line = path.replace("\\", "/").rpartition("/")[2], line
+            loop.code = linecache.getline(path, line).strip()
+    loop.library = next((name for start, name in LIBRARIES.items() if f"\n{start}" in stack), "")
     return loop
-
-
-def _is_of_script(path: str) -> bool:
-    return not path.startswith(("<", *INSTALLED))
 
 
 def _find_logits(output: Any) -> list[Any]:
@@ -672,37 +713,27 @@ def _find_logits(output: Any) -> list[Any]:
     return matrices if are_chunks else matrices[:1]
 
 
-Inputs = tuple[Tensor | None, Tensor | None, Tensor | None]  # of the samples, their mask, and their positions
-
-
-def _find_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
+def _find_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the samples, their mask and their positions."""
     named: dict[str, Any] = dict(kwargs)
     for argument in args:
         if isinstance(argument, Mapping):
             named = {**cast(Mapping[str, Any], argument), **named}
     arguments = (named.get("input_ids"), *args, *named.values())
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    ids = next((tensor.detach() for tensor in tensors if tensor.ndim), None)
-    mask, positions = named.get("attention_mask"), named.get("position_ids")
-    fits = [
-        ids is not None and isinstance(tensor, Tensor) and tensor.shape == ids.shape for tensor in (mask, positions)
-    ]
-    return ids, mask if fits[0] else None, positions if fits[1] else None
-
-
-def _hash_rows(ids: Tensor | None, mask: Tensor | None) -> list[int]:
-    """Return a checksum of each row without padding."""
+    tensors = [argument.detach() for argument in arguments if isinstance(argument, Tensor)]
+    ids = next((tensor for tensor in tensors if tensor.ndim), None)
     if ids is None:
-        return []
-    rows = [row if mask is None else row[mask[number].bool()] for number, row in enumerate(ids)]
+        return None, None, None
+    shaped = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.shape == ids.shape}
+    return ids, shaped.get("attention_mask"), shaped.get("position_ids")
+
+
+def _hash_rows(ids: Tensor, mask: Tensor | None) -> list[int]:
+    """Return a checksum of each row without padding."""
+    rows = list(ids)
+    if mask is not None:
+        rows = [row[is_token] for row, is_token in zip(ids, mask.bool(), strict=True)]
     return [zlib.crc32(row.contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()) for row in rows]
-
-
-def _count_tokens(ids: Tensor | None, mask: Tensor | None) -> tuple[list[int], int]:
-    """Return the tokens of each row, and those of all with padding; nothing where no mask says them."""
-    if ids is None or mask is None or ids.ndim != 2:
-        return [], 0
-    return [int(length) for length in mask.bool().sum(-1)], ids.numel()
 
 
 def _find_samples(
@@ -719,9 +750,10 @@ def _find_samples(
     else:
         return torch.full_like(positions, -1), torch.full_like(positions, -1)
     samples = positions // max(1, length)
-    if places is None or len(inputs) != 2 or length > inputs[1] or length == 1:
+    if places is None or len(inputs) != 2 or not 1 < length <= inputs[1]:
         return samples, samples
-    starts = (places[:, 1:] <= places[:, :-1]).cumsum(-1)  # a new sequence of a packed row begins at 0 again
+    # A new sequence of a packed row begins at 0 again.
+    starts = (places[:, 1:] <= places[:, :-1]).cumsum(-1)
     within = functional.pad(starts, (1, 0)).cpu()
     return samples, samples * inputs[1] + within[samples, positions % length]
 
@@ -729,18 +761,17 @@ def _find_samples(
 def _count_collectives(events: Sequence[Any]) -> dict[str, list[int]]:
     """Return number and bytes of each collective; lists of tensors have shapes in the backend's own event alone."""
     collectives: dict[str, list[int]] = {}
-    waiting: list[int] | None = None  # the collective whose bytes are not known yet
+    # The collective whose bytes are not known yet.
+    waiting = [0, 0]
     for event in events:
         library, _, name = event.name().partition(":")
         if library == "c10d":
             kind = str(name).strip(":_").replace("_base", "").replace("_", "")
             waiting = collectives.setdefault(KINDS.get(kind, kind), [0, 0])
             waiting[0] += 1
-        elif library not in ("gloo", "nccl") or waiting is None:
-            continue
-        if size := _bytes_of(event):
+        if library in ("c10d", "gloo", "nccl") and (size := _bytes_of(event)):
             waiting[1] += size
-            waiting = None
+            waiting = [0, 0]
     return collectives
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megabatch.verification.audit_report import MEGABATCH, SAME, Audit, largest_microbatch
+from megabatch.verification.audit_report import MEANS, MEGABATCH, Audit, largest_microbatch
 
 NOT_COMPILED = "TORCH_COMPILE_DISABLE=1"
 MIXIN = """\
@@ -58,7 +58,8 @@ LOOP = """\
 -clip_grad_norm_(model.parameters(), max_norm)
 +gradient.finalize(max_norm=max_norm)
  {step}"""
-DIFFS = {  # library → its diff, and the words for the line
+# The diff of each library, and the words for the line.
+DIFFS = {
     "TRL": (MIXIN, "class Exact(MegabatchTrainer, {trainer}): pass"),
     "Trainer": (MIXIN, "class Exact(MegabatchTrainer, {trainer}): pass"),
     "sentence-transformers": (SENTENCE_TRANSFORMERS, "MegabatchSentenceTransformerTrainer in place of {trainer}"),
@@ -72,10 +73,10 @@ TRAINERS_PAGE = "docs/integrations.md"
 
 @dataclass
 class Advice:
-    """One change."""
+    """One change, as a line and as the lines of a diff, if there is a change to show."""
 
-    text: str  # one line
-    diff: str = ""  # lines that begin with "+", "-" or " "; "": there is no change to show
+    text: str
+    diff: str = ""
 
 
 def advise(audit: Audit) -> Advice:
@@ -84,21 +85,21 @@ def advise(audit: Audit) -> Advice:
         return Advice(f"{NOT_COMPILED} megabatch audit {_command(audit)} if torch.compile runs the whole step")
     if audit.ok:
         return Advice("nothing; the gradient is exact")
-    is_unknown = any(update.weights is None or update.counts is None for update in audit.updates)
+    is_unknown = any(not update.weights or update.counts is None for update in audit.updates)
     if is_unknown and any(update.is_compiled for update in audit.updates):
         return Advice(f"the loss is inside torch.compile; run {NOT_COMPILED} megabatch audit {_command(audit)}")
-    if audit.problems:
-        return _change(audit, "every microbatch would count once with")
     if audit.loop.library == MEGABATCH:
         return Advice("none of the loop, which is megabatch's; see the lines below")
+    if audit.problems:
+        return _change(audit, "every microbatch would count once with")
     if audit.is_signed:
         page = f"; {TRAINERS_PAGE} lists which losses of TRL are exact" * (audit.loop.library == "TRL")
         return Advice(f"cannot tell from weights{page}; megabatch.verify compares your loss with and without a split")
-    if audit.error("any") is None and is_unknown:
+    if is_unknown:
         return Advice("cannot tell; megabatch.verify compares your loss with and without a split")
     if audit.may_be_mean_of_means:
         return _change(audit, "nothing if you mean one weight for each sample; for one of each token")
-    if not audit.is_length_known and (audit.error("any") or 0.0) <= SAME:
+    if not audit.is_length_known and any(map(audit.is_near, MEANS.values())):
         return Advice("cannot tell; the direction is exact, and the length is not known")
     return _change(audit, "every token would weigh 1.00 with")
 
@@ -109,8 +110,6 @@ def _command(audit: Audit) -> str:
 
 def _change(audit: Audit, reason: str) -> Advice:
     loop, first = audit.loop, audit.updates[0]
-    if loop.library == MEGABATCH:
-        return Advice("none of the loop, which is megabatch's; see the lines below")
     if loop.library not in DIFFS:
         return Advice(f"{reason}: what docs/coming-from.md shows for {loop.library}")
     diff, line = DIFFS[loop.library]

@@ -1,19 +1,21 @@
 """The page of an audit: a verdict, a picture of the weights, one change, and the details folded. It loads nothing."""
 
+import bisect
 import html
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from megabatch.verification.audit_advice import advise
 from megabatch.verification.audit_report import SAME, TOKEN, Audit, UpdateFindings
-from megabatch.verification.audit_text import UNKNOWN, facts_of, percent, verdict_of, weights_text
+from megabatch.verification.audit_text import UNKNOWN, facts_of, percent, span, verdict_of, weights_text
 
-MAX_BARS = 160  # of the picture; the tables have all microbatches
-MAX_NUMBERED = 16  # bars with their numbers above
-ROOM = 12  # a picture of so many shares has no room for the number 0 beside 1.00
-MARKS = {"exact": ("✓", "good"), "NOT": ("✗", "bad")}  # first word of the verdict → its mark; others get "?"
+# Bars of the picture, and those that have numbers above.
+MAX_BARS = 160
+MAX_NUMBERED = 16
+# A picture of more shares has no room for the number 0 beside 1.00.
+ROOM = 12
 # The colours of report.html: megabatch/train/report/assets/page.css.
 STYLE = """
 :root { --ground: #ffffff; --raised: #f6f7f9; --ink: #1d2733; --muted: #5d6a78; --line: #dfe3e8; --accent: #2463a8;
@@ -73,17 +75,17 @@ td.words { white-space: normal; overflow-wrap: anywhere; min-width: 12ch; vertic
   .bars { gap: 10px; } dl { display: grid; grid-template-columns: 1fr 1fr; gap: 12px 16px; }
 }
 """
+# Classes of the lines of a change.
+KINDS = {"---": "place", "+": "plus", "-": "minus", " ": ""}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def page_of(audit: Audit) -> str:
     """Return the page as HTML."""
     verdict = verdict_of(audit)
-    mark, tone = MARKS.get(verdict.partition(":")[0].split()[0].rstrip(","), ("?", "open"))
-    if audit.problems:
-        mark, tone = MARKS["NOT"]
-    elif mark == "✓" and not audit.ok:
-        mark, tone = "?", "open"
+    mark, tone = ("✓", "good") if audit.ok else ("?", "open")
+    if audit.problems or verdict.startswith("NOT"):
+        mark, tone = "✗", "bad"
     command = audit.command or "a training loop"
     body = [
         f'<header class="{tone}"><div class="mark" aria-hidden="true">{mark}</div><h1>{_text(_sentence(verdict))}</h1>',
@@ -113,18 +115,17 @@ def _sentence(text: str) -> str:
 def _facts(audit: Audit) -> Iterator[str]:
     if not audit.updates:
         return
-    error = audit.error("token")
-    weights = [weight for update in audit.updates if update.weights is not None for weight in update.weights]
-    flat = torch.cat(weights) if weights else torch.empty(0)
+    error = audit.error()
+    weights = torch.cat([update.all_weights for update in audit.updates])
     facts: dict[str, str] = {}
     if error is not None:
         facts["gradient off the token mean"] = percent(error)
-    if flat.numel():
-        facts |= {"lightest token": f"{float(flat.min()):.2f}", "heaviest token": f"{float(flat.max()):.2f}"}
+    if weights.numel():
+        facts["lightest token"] = f"{float(weights.min()):.2f}"
+        facts["heaviest token"] = f"{float(weights.max()):.2f}"
+        facts["target tokens"] = f"{weights.numel():,}"
     facts["optimizer steps"] = str(len(audit.updates))
     facts["microbatches"] = str(sum(len(update.microbatches) for update in audit.updates))
-    if flat.numel():
-        facts["target tokens"] = f"{flat.numel():,}"
     yield f"<dl>{''.join(f'<div><dt>{name}</dt><dd>{value}</dd></div>' for name, value in facts.items())}</dl>"
 
 
@@ -132,35 +133,28 @@ def _facts(audit: Audit) -> Iterator[str]:
 
 
 def _picture(audit: Audit) -> Iterator[str]:
-    updates = [update for update in audit.updates if update.weights is not None and update.num_targets]
+    updates = [update for update in audit.updates if update.weights]
     if not updates:
         return
-    shown, num_bars = list[UpdateFindings](), 0
-    for update in updates:
-        if shown and num_bars + len(update.microbatches) > MAX_BARS:
-            break
-        shown.append(update)
-        num_bars += len(update.microbatches)
-    flat = torch.cat([weights for update in shown for weights in update.weights or []])
-    top = max(1.2, float(flat.max()) * 1.12)
-    bottom = min(0.0, float(flat.min()) * 1.12)
-    scale = _Scale(bottom, top)
-    levels = "".join(_level(value, scale) for value in _levels(bottom, top))
-    groups = "".join(_bars(update, scale, is_numbered=num_bars <= MAX_NUMBERED) for update in shown)
-    is_inside = any(_range(weights) > SAME for update in shown for weights in update.weights or [] if weights.numel())
+    num_bars = list(itertools.accumulate(len(update.weights) for update in updates))
+    num_shown = max(1, bisect.bisect_right(num_bars, MAX_BARS))
+    weights = torch.cat([update.all_weights for update in updates[:num_shown]])
+    scale = _Scale(min(0.0, float(weights.min()) * 1.12), max(1.2, float(weights.max()) * 1.12))
+    is_numbered = num_bars[num_shown - 1] <= MAX_NUMBERED
+    groups = "".join(_bars(update, scale, is_numbered=is_numbered) for update in updates[:num_shown])
     names = {"same": "1.00: each token counts the same", "off": "counts more or less"}
     if audit.is_signed:
         names = {"same": "positive: made likelier", "negative": "negative: made less likely"}
-    keys = [
-        *(f'<span class="key {kind}"><i></i>{name}</span>' for kind, name in names.items()),
-        "<span>thin line: least to largest inside the microbatch</span>" if is_inside else "",
-        f"<span>the first {len(shown)} of {len(updates)} updates</span>" if len(shown) < len(updates) else "",
-    ]
+    keys = [f'<span class="key {kind}"><i></i>{name}</span>' for kind, name in names.items()]
+    if "<u " in groups:
+        keys.append("<span>thin line: least to largest inside the microbatch</span>")
+    if num_shown < len(updates):
+        keys.append(f"<span>the first {num_shown} of {len(updates)} updates</span>")
     sentence = _text(weights_text(updates))
     yield '<section><h2>What a token weighs, by microbatch</h2><p class="hint">Mean over the tokens of a microbatch. '
     yield "At 1.00 every target token of the optimizer step counts the same.</p>"
-    yield f'<figure><div class="plot" role="img" aria-label="{sentence}">{levels}<div class="bars">{groups}</div></div>'
-    yield f"<figcaption>{''.join(keys)}</figcaption></figure></section>"
+    yield f'<figure><div class="plot" role="img" aria-label="{sentence}">{_levels(scale)}'
+    yield f'<div class="bars">{groups}</div></div><figcaption>{"".join(keys)}</figcaption></figure></section>'
 
 
 class _Scale:
@@ -176,42 +170,39 @@ class _Scale:
         return f"top:{self.place(high):.2f}%;height:{self.place(low) - self.place(high):.2f}%"
 
 
-def _levels(bottom: float, top: float) -> list[float]:
-    """Return the levels with a line: 0, 1, and whole steps that leave room for their numbers."""
-    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000, 10**9) if (top - bottom) / step <= 8)
-    multiples = [value * step for value in range(int(bottom / step), int(top / step) + 1)]
-    room = (top - bottom) / 12
-    return [0.0, 1.0, *(value for value in multiples if value and abs(value - 1) > room)]
+def _levels(scale: _Scale) -> str:
+    """Return lines at 0, at 1, and at whole steps that leave room for their numbers."""
+    height = scale.top - scale.bottom
+    steps = (1, 2, 5, 10, 20, 50, 100, 1000, 10**9)
+    step = next(step for step in steps if height <= 8 * step)
+    multiples = range(int(scale.bottom / step) * step, int(scale.top) + 1, step)
+    lines = [_level(value, f"{value:g}", scale) for value in multiples if value and abs(value - 1) > height / 12]
+    zero = "0" if height <= ROOM else ""
+    return "".join([_level(0, zero, scale), _level(1, "1.00", scale, " one"), *lines])
 
 
-def _level(value: float, scale: _Scale) -> str:
-    number = "1.00" if value == 1 else f"{value:g}"
-    if value == 0 and scale.top - scale.bottom > ROOM:
-        number = ""
-    kind = "level one" if value == 1 else "level"
-    return f'<div class="{kind}" style="top:{scale.place(value):.2f}%"><span>{number}</span></div>'
-
-
-def _range(weights: Tensor) -> float:
-    return float(weights.max() - weights.min())
+def _level(value: float, number: str, scale: _Scale, kind: str = "") -> str:
+    return f'<div class="level{kind}" style="top:{scale.place(value):.2f}%"><span>{number}</span></div>'
 
 
 def _bars(update: UpdateFindings, scale: _Scale, *, is_numbered: bool) -> str:
     bars: list[str] = []
-    for number, weights in enumerate(update.weights or []):
-        mean = float(weights.mean()) if weights.numel() else 0.0
+    for number, weights in enumerate(update.weights, 1):
+        # A microbatch without a target has a bar of no height.
+        weights = weights if weights.numel() else torch.zeros(1)
+        mean, lowest, highest = (float(value) for value in (weights.mean(), weights.min(), weights.max()))
         kind = "same" if update.is_signed or abs(mean - 1) <= SAME else "off"
-        kind = "negative" if mean < 0 else kind
-        label = f"update {update.number}, microbatch {number + 1}: {mean:.2f}"
+        edge = f"bottom:{100 - scale.place(mean):.2f}%"
+        if mean < 0:
+            kind, edge = "negative", f"top:{scale.place(mean):.2f}%"
         parts = [f'<i style="{scale.between(min(0.0, mean), max(0.0, mean))}"></i>']
-        if weights.numel() and _range(weights) > SAME:
-            parts.append(f'<u style="{scale.between(float(weights.min()), float(weights.max()))}"></u>')
+        if highest - lowest > SAME:
+            parts.append(f'<u style="{scale.between(lowest, highest)}"></u>')
         if is_numbered:
-            edge = f"bottom:{100 - scale.place(mean):.2f}%" if mean >= 0 else f"top:{scale.place(mean):.2f}%"
             parts.append(f'<s style="{edge}">{mean:.2f}</s>')
+        label = f"update {update.number}, microbatch {number}: {mean:.2f}"
         bars.append(f'<div class="bar {kind}" title="{label}">{"".join(parts)}</div>')
-    number = max(1, len(update.microbatches))
-    return f'<div class="update" style="--number:{number}"><b>update {update.number}</b>{"".join(bars)}</div>'
+    return f'<div class="update" style="--number:{len(bars)}"><b>update {update.number}</b>{"".join(bars)}</div>'
 
 
 # The change and the details
@@ -221,10 +212,10 @@ def _change(audit: Audit) -> Iterator[str]:
     advice = advise(audit)
     yield f"<section><h2>Change</h2><p>{_text(_sentence(advice.text))}.</p>"
     if advice.diff:
-        lines: list[str] = []
-        for line in advice.diff.splitlines():
-            kind = "place" if line.startswith("---") else {"+": "plus", "-": "minus"}.get(line[0], "")
-            lines.append(f'<span class="{kind}">{_text(line)}</span>')
+        lines = [
+            f'<span class="{KINDS.get(line[:3], KINDS[line[0]])}">{_text(line)}</span>'
+            for line in advice.diff.splitlines()
+        ]
         yield f"<pre>{''.join(lines)}</pre>"
     yield "</section>"
 
@@ -232,8 +223,8 @@ def _change(audit: Audit) -> Iterator[str]:
 def _details(audit: Audit) -> Iterator[str]:
     yield "<section><h2>Details</h2>"
     if audit.updates:
-        rows = [[name, _text(text)] for name, text in facts_of(audit)]
-        yield _folded("Counts, ranks, scheduler and padding", _table(["", ""], rows, num_words=2))
+        rows = [(name, _text(text)) for name, text in facts_of(audit)]
+        yield _folded("Counts, ranks, scheduler and padding", _table([("line", "finding"), *rows], num_words=2))
     if any(update.distances for update in audit.updates):
         yield _folded("How far the gradient is from each mean", _distances(audit.updates))
     for update in audit.updates:
@@ -248,38 +239,36 @@ def _folded(title: str, inner: str) -> str:
     return f'<details><summary>{title}</summary><div class="scroll">{inner}</div></details>'
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[object]], num_words: int = 0) -> str:
-    kinds = [' class="words"' * (column < num_words) for column in range(len(names))]
-    head = "".join(f"<th{kind}>{name}</th>" for kind, name in zip(kinds, names, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>" for row in rows
-    )
-    return f"<table>{f'<tr>{head}</tr>' if any(names) else ''}{body}</table>"
+def _table(rows: Sequence[Sequence[object]], num_words: int = 0) -> str:
+    """Return a table: a row of names, and rows whose first ``num_words`` cells are words."""
+    lines: list[str] = []
+    tag = "th"
+    for row in rows:
+        words = "".join(f'<{tag} class="words">{cell}</{tag}>' for cell in row[:num_words])
+        numbers = "".join(f"<{tag}>{cell}</{tag}>" for cell in row[num_words:])
+        lines.append(f"<tr>{words}{numbers}</tr>")
+        tag = "td"
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _distances(updates: Sequence[UpdateFindings]) -> str:
-    rows = [
-        [name, update.number, percent(distance.error), f"{distance.length:.2f} times", percent(distance.direction)]
-        for update in updates
-        for name, distance in update.distances.items()
-        if update.world > 1 or name != "mean of rank means"
-    ]
-    rows.sort(key=lambda row: (row[0] != TOKEN, row[0], row[1]))
-    return _table(["mean", "update", "gradient off", "length", "direction off"], rows, num_words=1)
+    rows: list[tuple[str, int, str, str, str]] = []
+    for update in updates:
+        for name, distance in update.distances.items():
+            length = f"{distance.length:.2f} times"
+            rows.append((name, update.number, percent(distance.error), length, percent(distance.direction)))
+    rows.sort(key=lambda row: (row[0] != TOKEN, row))
+    return _table([("mean", "update", "gradient off", "length", "direction off"), *rows], num_words=1)
 
 
 def _microbatches(update: UpdateFindings) -> str:
-    rows: list[list[object]] = []
+    rows: list[Sequence[object]] = [
+        ("microbatch", "rank", "targets", "samples", "a token weighs", "times in the gradient")
+    ]
+    unknown = [UNKNOWN] * len(update.microbatches)
+    counts = [f"{count:.2f}" for count in update.relative_counts] or unknown
+    weights = [span(part) if part.numel() else UNKNOWN for part in update.weights] or unknown
     for number, (rank, record) in enumerate(update.microbatches):
-        weights = None if update.weights is None or not record.num_targets else update.weights[number]
-        count = UNKNOWN if update.counts is None else f"{update.counts[number] / update.usual_count:.2f}"
-        rows.append([number + 1, rank, record.num_targets, len(record.row_hashes), _weight(weights), count])
-    names = ["microbatch", "rank", "targets", "samples", "a token weighs", "times in the gradient"]
-    return _table(names, rows)
-
-
-def _weight(weights: Tensor | None) -> str:
-    if weights is None:
-        return UNKNOWN
-    lowest, highest = f"{float(weights.min()):.2f}", f"{float(weights.max()):.2f}"
-    return lowest if lowest == highest else f"{lowest} to {highest}"
+        sizes = (number + 1, rank, record.num_targets, len(record.row_hashes))
+        rows.append((*sizes, weights[number], counts[number]))
+    return _table(rows)

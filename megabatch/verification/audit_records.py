@@ -2,8 +2,9 @@
 
 import base64
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,27 +14,28 @@ from torch import Tensor
 from megabatch.errors import MegabatchError
 
 
-def _no_weights() -> Tensor:
-    return torch.empty(0, dtype=torch.float64)
-
-
-def _no_rows() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
-
-
 @dataclass
 class MicrobatchRecord:
-    """One backward: its target tokens, and a sketch of the rank's own gradient before any reduction."""
+    """One backward: its target tokens, and a sketch of the rank's own gradient before any reduction.
 
-    weights: Tensor = field(default_factory=_no_weights)  # [targets] in the gradient of the logits
-    samples: Tensor = field(default_factory=_no_rows)  # [targets] number of the row in the microbatch; -1: unknown
-    sequences: Tensor = field(default_factory=_no_rows)  # [targets] the same of the sequence, for packed rows
-    residual: float | None = None  # of the fit of the weights; None: no logits were seen
+    Attributes:
+        weights: [targets], in the gradient of the logits.
+        samples: [targets], the row of each in the microbatch. -1 if unknown.
+        sequences: [targets], the same for the sequences of packed rows.
+        residual: Of the fit of the weights. None without logits.
+        row_tokens: Without padding. Empty if unknown.
+        num_positions: Tokens with padding, where ``row_tokens`` are known.
+    """
+
+    weights: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.float64))
+    samples: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.int64))
+    sequences: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.int64))
+    residual: float | None = None
     smoothing: float = 0.0
     sketch: Tensor | None = None
     row_hashes: list[int] = field(default_factory=list[int])
-    row_tokens: list[int] = field(default_factory=list[int])  # without padding; empty if unknown
-    num_positions: int = 0  # tokens with padding, where row_tokens is known
+    row_tokens: list[int] = field(default_factory=list[int])
+    num_positions: int = 0
 
     @property
     def num_targets(self) -> int:
@@ -48,41 +50,53 @@ class MicrobatchRecord:
 
 @dataclass
 class LoopRecord:
-    """The loop that calls the optimizer."""
+    """The loop that calls the optimizer: its library and trainer, and the script's line that leads to the step."""
 
-    library: str = ""  # whose loop it is; "": a loop of the script
-    trainer: str = ""  # class of the running trainer, or of Lightning's module
-    file: str = ""  # of the script's own line that leads to the step
+    library: str = ""
+    trainer: str = ""
+    file: str = ""
     line: int = 0
-    code: str = ""  # of that line
+    code: str = ""
 
 
 @dataclass
 class UpdateRecord:
-    """One optimizer step on one rank, with the microbatches before it."""
+    """One optimizer step on one rank, with the microbatches before it.
 
-    number: int  # from 0
+    Attributes:
+        number: From 0.
+        gradient: Sketch of p.grad before clipping, of this rank's shards if it is sharded.
+        weights_checksum: None if the weights are sharded.
+        collectives: Number and bytes by name. None if they were not watched.
+        is_compiled: torch.compile runs a part of the model.
+    """
+
+    number: int
     rank: int
     world: int
     microbatches: list[MicrobatchRecord]
-    gradient: Tensor | None = None  # sketch of p.grad before clipping; of this rank's shards if it is sharded
+    gradient: Tensor | None = None
     is_sharded: bool = False
-    weights_checksum: int | None = None  # of the parameters; None if they are sharded
+    weights_checksum: int | None = None
     num_clips: int = 0
-    collectives: dict[str, list[int]] | None = None  # name → number and bytes; None: not watched
+    collectives: dict[str, list[int]] | None = None
     loop: LoopRecord = field(default_factory=LoopRecord)
-    is_compiled: bool = False  # torch.compile runs a part of the model
-    scheduler_steps: int | None = None  # until the next update's first forward; None: unknown
+    is_compiled: bool = False
     notes: list[str] = field(default_factory=list[str])
 
 
 @dataclass
 class EndRecord:
-    """The end of an audit on one rank."""
+    """The end of an audit on one rank.
+
+    Attributes:
+        is_end_of_run: False if the audit ended first.
+        left_over: Target tokens of microbatches that were not stepped.
+    """
 
     rank: int
-    is_end_of_run: bool  # False: the audit ended first
-    left_over: list[int] = field(default_factory=list[int])  # target tokens of microbatches that were not stepped
+    is_end_of_run: bool
+    left_over: list[int] = field(default_factory=list[int])
     notes: list[str] = field(default_factory=list[str])
 
 
@@ -96,9 +110,7 @@ class SchedulerRecord:
 
 
 Record = UpdateRecord | SchedulerRecord | EndRecord
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (UpdateRecord, SchedulerRecord, EndRecord, MicrobatchRecord)
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (UpdateRecord, SchedulerRecord, EndRecord)}
 
 
 def write_line(record: Record) -> str:
@@ -112,7 +124,7 @@ def read_lines(lines: Iterable[str]) -> list[Record]:
     records: list[Record] = []
     for number, text in enumerate(texts):
         try:
-            records.append(_record_of(json.loads(text)))
+            records.append(_record_of(json.loads(text, object_hook=_decode)))
         except (ValueError, KeyError, TypeError, AttributeError):
             if number < len(texts) - 1:
                 raise MegabatchError(
@@ -121,17 +133,22 @@ def read_lines(lines: Iterable[str]) -> list[Record]:
     return records
 
 
+def join_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Join numbers of rows, so that rows of two parts have two numbers; -1 stays -1."""
+    joined = [torch.empty(0, dtype=torch.int64)]
+    first = 0
+    for rows in parts:
+        joined.append(torch.where(rows < 0, rows, rows + first))
+        first = max(first, int(joined[-1].max()) + 1) if len(rows) else first
+    return torch.cat(joined)
+
+
 def _record_of(values: dict[str, Any]) -> Any:
     kind = _KINDS[values.pop("kind")]
-    for microbatch in values.get("microbatches", ()):
-        _decode(microbatch)
-    _decode(values)
-    if "loop" in values:
+    if kind is UpdateRecord:
         values["loop"] = LoopRecord(**values["loop"])
-    if "microbatches" in values:
         values["microbatches"] = [MicrobatchRecord(**microbatch) for microbatch in values["microbatches"]]
-    known = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in values.items() if name in known})
+    return kind(**values)
 
 
 def _encode(tensor: Tensor) -> dict[str, str]:
@@ -139,8 +156,9 @@ def _encode(tensor: Tensor) -> dict[str, str]:
     return {"dtype": str(values.dtype), "base64": base64.b64encode(values.tobytes()).decode()}
 
 
-def _decode(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, dict) and "base64" in value:
-            read = np.frombuffer(base64.b64decode(value["base64"]), dtype=value["dtype"])
-            values[name] = torch.from_numpy(read.copy())
+def _decode(values: dict[str, Any]) -> Any:
+    """Return a tensor in place of what `_encode` made of it."""
+    if "base64" not in values:
+        return values
+    numbers = np.frombuffer(base64.b64decode(values["base64"]), dtype=values["dtype"])
+    return torch.from_numpy(numbers.copy())

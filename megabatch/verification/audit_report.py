@@ -1,9 +1,10 @@
 """Result of an audit: the records of all ranks merged."""
 
-import math
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from operator import itemgetter
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -17,50 +18,78 @@ from megabatch.verification.audit_records import (
     Record,
     SchedulerRecord,
     UpdateRecord,
+    join_rows,
     read_lines,
     write_line,
 )
 
-MAX_RESIDUAL = 0.05  # a gradient of logits further from a cross-entropy's is another loss's
-MAX_UNEXPLAINED = 0.05  # of p.grad by the microbatches that were seen; above, counts mean nothing
-SAME = 0.005  # relative difference of weights that are called equal; bfloat16 has 0.001
-COUNT = 0.02  # the same of counts, which sketches estimate
-SIGNS = 0.01  # of the sum of absolute weights; with more of either sign the loss is one of preferences or a policy
-PARALLEL = 1e-6  # singular value below which gradients of microbatches cannot be told apart
+# A gradient of logits that is further from a cross-entropy's is another loss's.
+MAX_RESIDUAL = 0.05
+# Counts mean nothing where more of p.grad is not explained by the microbatches that were seen.
+MAX_UNEXPLAINED = 0.05
+# Relative differences of weights that are called equal (bfloat16 has 0.001), and of counts, which sketches estimate.
+SAME = 0.005
+COUNT = 0.02
+# Share of the absolute weights; with more of either sign the loss is one of preferences or a policy.
+SIGNS = 0.01
+# Singular value below which gradients of microbatches cannot be told apart.
+PARALLEL = 1e-6
+# A divisor in place of zero.
+TINY = 1e-300
 TOKEN, SAMPLE, SEQUENCE = "token mean", "sample mean", "sequence mean"
 MEANS = {"token": TOKEN, "sample": SAMPLE, "sequence": SEQUENCE}
-MEGABATCH = "megabatch"  # the loop
 OF_MICROBATCHES, OF_RANKS = "mean of microbatch means", "mean of rank means"
+NO_MEAN = "none of the known means"
+# The library of a loop that needs no change.
+MEGABATCH = "megabatch"
 
 
 @dataclass
 class Distance:
-    """Difference between an update's gradient and that of a mean, relative to the latter."""
+    """Difference between an update's gradient and that of a mean, relative to the latter.
+
+    Attributes:
+        length: Times that the gradient is longer.
+        direction: Difference of the unit vectors.
+    """
 
     error: float
-    length: float  # times that the gradient is longer
-    direction: float  # difference of the unit vectors
+    length: float
+    direction: float
 
 
 @dataclass
 class UpdateFindings:
-    """One optimizer step over all ranks."""
+    """One optimizer step over all ranks.
 
-    number: int  # from 1
+    Attributes:
+        number: From 1.
+        microbatches: Rank and record of each that has a target or a gradient.
+        num_empty: The number of the others.
+        weights: Of the target tokens, times the number of them; 1 is the token mean. Empty if they cannot be told.
+        counts: How often each microbatch is in p.grad. None if it cannot be told.
+        shares_counts: Some microbatches have equal gradients.
+        leaks: Largest count of a microbatch of an update before.
+        kind: The mean that the weights are closest to, times ``factor``.
+        distances: From the gradient of each mean, where sketches can tell.
+        weight_distances: The same of all tokens' weights.
+        is_signed: Weights have both signs, as those of a preference or policy loss.
+    """
+
+    number: int
     world: int
-    microbatches: list[tuple[int, MicrobatchRecord]]  # rank and record
-    weights: list[Tensor] | None = None  # of the target tokens times the number of them; 1 is the token mean
-    counts: list[float] | None = None  # of each microbatch in p.grad; None: cannot be told
+    microbatches: list[tuple[int, MicrobatchRecord]] = field(default_factory=list[tuple[int, MicrobatchRecord]])
+    num_empty: int = 0
+    weights: list[Tensor] = field(default_factory=list[Tensor])
+    counts: list[float] | None = None
     usual_count: float = 1.0
-    shares_counts: bool = False  # some microbatches have equal gradients
-    num_empty: int = 0  # microbatches without a target, whose gradient is zero; not among the others
-    leaks: float = 0.0  # largest count of a microbatch of an update before
-    unexplained: float = math.nan
-    kind: str = ""  # the mean that the weights are closest to; "": none
-    factor: float = 1.0  # times that mean
-    distances: dict[str, Distance] = field(default_factory=dict[str, Distance])  # where sketches can tell
-    weight_distances: dict[str, float] = field(default_factory=dict[str, float])  # of all tokens' weights, relative
-    rank_difference: float = 0.0  # of gradients
+    shares_counts: bool = False
+    leaks: float = 0.0
+    kind: str = NO_MEAN
+    factor: float = 1.0
+    distances: dict[str, Distance] = field(default_factory=dict[str, Distance])
+    weight_distances: dict[str, float] = field(default_factory=dict[str, float])
+    rank_difference: float = 0.0
     weights_differ: bool = False
     is_sharded: bool = False
     is_compiled: bool = False
@@ -68,19 +97,29 @@ class UpdateFindings:
     collectives: dict[str, list[int]] | None = None
     num_clips: int = 0
     loop: LoopRecord = field(default_factory=LoopRecord)
-    is_signed: bool = False  # weights of both signs: a preference or policy loss
+    is_signed: bool = False
     unknown: list[str] = field(default_factory=list[str])
+
+    @property
+    def records(self) -> list[MicrobatchRecord]:
+        """The microbatches, without their ranks."""
+        return [record for _, record in self.microbatches]
+
+    @property
+    def all_weights(self) -> Tensor:
+        """The weights of all microbatches, [targets]."""
+        return torch.cat([torch.empty(0), *self.weights])
 
     @property
     def num_targets(self) -> int:
         """Target tokens of all ranks."""
-        return sum(record.num_targets for _, record in self.microbatches)
+        return sum(record.num_targets for record in self.records)
 
     @property
     def is_length_known(self) -> bool:
         """Return False if something between the last backward and the step has scaled the gradient."""
-        is_reduced = any(abs(self.usual_count * way - 1) < SAME for way in (1, self.world))
-        return self.counts is None or is_reduced or abs(self.factor - 1) < SAME
+        off_the_sum, off_the_mean = abs(self.usual_count - 1), abs(self.usual_count * self.world - 1)
+        return self.counts is None or min(off_the_sum, off_the_mean, abs(self.factor - 1)) < SAME
 
     def error(self, mean: str = TOKEN) -> float | None:
         """Return the relative error of the gradient; of its direction alone if its length cannot be told."""
@@ -90,24 +129,29 @@ class UpdateFindings:
         return distance.error if self.is_length_known else distance.direction
 
     @property
+    def relative_counts(self) -> Tensor:
+        """How often each microbatch is in the gradient, as multiples of the usual count; empty if it is not known."""
+        return torch.tensor(self.counts or [], dtype=torch.float64) / self.usual_count
+
+    @property
     def dropped(self) -> list[int]:
         """Microbatches that are not in the gradient."""
-        return [number for number, count in enumerate(self.counts or []) if abs(count) < COUNT * self.usual_count]
+        return (self.relative_counts.abs() < COUNT).nonzero().flatten().tolist()
 
     @property
     def miscounted(self) -> list[int]:
         """Microbatches that are counted in part or more than once."""
-        relative = [count / self.usual_count for count in self.counts or []]
-        return [n for n, count in enumerate(relative) if n not in self.dropped and abs(count - 1) > COUNT]
+        counts = self.relative_counts
+        return ((counts.abs() >= COUNT) & ((counts - 1).abs() > COUNT)).nonzero().flatten().tolist()
 
 
 class Audit:
     """The findings of `megabatch.audit`; ``print(found)`` prints them in ten lines."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []  # of all ranks that are here
+        self.records: list[Record] = []
+        self.command = ""
         self._updates: list[UpdateFindings] | None = None
-        self.command = ""  # shown in the title
 
     @classmethod
     def from_records(cls, records: Iterable[Record], command: str = "") -> Self:
@@ -152,10 +196,15 @@ class Audit:
     @property
     def left_over(self) -> list[int] | None:
         """Target tokens of the microbatches that no optimizer step used; None if the end was not watched."""
-        ends = [record for record in self.records if isinstance(record, EndRecord)]
-        if not ends or not all(end.is_end_of_run for end in ends):
-            return None
-        return [size for end in ends for size in end.left_over]
+        sizes: list[int] = []
+        for end in self._ends:
+            sizes += end.left_over
+        is_end_watched = self._ends and all(end.is_end_of_run for end in self._ends)
+        return sizes if is_end_watched else None
+
+    @property
+    def _ends(self) -> list[EndRecord]:
+        return [record for record in self.records if isinstance(record, EndRecord)]
 
     def error(self, mean: str = "token") -> float | None:
         """Return the largest relative error of an update's gradient; None if it cannot be told.
@@ -166,16 +215,23 @@ class Audit:
         Raises:
             MegabatchError: For another mean.
         """
-        if mean != "any" and mean not in MEANS:
+        if mean == "any":
+            errors = [self.error_of(name) for name in MEANS.values()]
+            return min((error for error in errors if error is not None), default=None)
+        if mean not in MEANS:
             raise MegabatchError(f"the mean {mean!r} is not known; give token, sample, sequence or any")
-        names = list(MEANS.values()) if mean == "any" else [MEANS[mean]]
-        errors_by_mean: list[float] = []
-        for name in names:
-            errors = [update.error(name) for update in self.updates]
-            known = [error for error in errors if error is not None]
-            if known and len(known) == len(errors):
-                errors_by_mean.append(max(known))
-        return min(errors_by_mean, default=None)
+        return self.error_of(MEANS[mean])
+
+    def error_of(self, name: str) -> float | None:
+        """Return the largest relative error from a mean of any name; None if that of an update is not known."""
+        errors = [update.error(name) for update in self.updates]
+        known = [error for error in errors if error is not None]
+        return max(known, default=None) if len(known) == len(errors) else None
+
+    def is_near(self, name: str) -> bool:
+        """Return True if every update's gradient is that of a mean."""
+        error = self.error_of(name)
+        return error is not None and error <= SAME
 
     @property
     def problems(self) -> list[str]:
@@ -188,8 +244,7 @@ class Audit:
 
         A gradient whose length cannot be told is not ok, nor is one of the sample mean that may be a mean of means.
         """
-        error = self.error("any")
-        if error is None or error > SAME or self.problems:
+        if self.problems or not any(map(self.is_near, MEANS.values())):
             return False
         return self.is_length_known and not self.may_be_mean_of_means
 
@@ -201,14 +256,8 @@ class Audit:
     @property
     def may_be_mean_of_means(self) -> bool:
         """True if sample or sequence mean and the mean of microbatch means are the same in every update."""
-        if self._is_near("token") or not (self._is_near("sample") or self._is_near("sequence")):
-            return False
-        means = [update.distances.get(OF_MICROBATCHES) for update in self.updates]
-        return all(distance is not None and distance.error <= SAME for distance in means)
-
-    def _is_near(self, mean: str) -> bool:
-        error = self.error(mean)
-        return error is not None and error <= SAME
+        is_of_samples = self.is_near(SAMPLE) or self.is_near(SEQUENCE)
+        return is_of_samples and not self.is_near(TOKEN) and self.is_near(OF_MICROBATCHES)
 
     @property
     def loop(self) -> LoopRecord:
@@ -223,7 +272,18 @@ class Audit:
     @property
     def unknown(self) -> list[str]:
         """Findings that the audit cannot make, and why."""
-        return list(_find_unknown(self, self.records))
+        reasons: list[str] = []
+        for update in self.updates:
+            reasons += update.unknown
+        for end in self._ends:
+            reasons += end.notes
+        if not self.is_length_known:
+            reasons.append("the gradient's length: something scales it between the last backward and the step")
+        if not self.updates:
+            reasons.append(
+                "no step of a torch optimizer followed a backward of a watched model; a compiled step is not seen"
+            )
+        return list(dict.fromkeys(reasons))
 
     def __str__(self) -> str:
         from megabatch.verification.audit_text import lines_of
@@ -241,41 +301,44 @@ class Audit:
 
 
 def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
-    by_number: dict[int, dict[int, UpdateRecord]] = {}
-    for record in records:
-        if isinstance(record, UpdateRecord):
-            by_number.setdefault(record.number, {})[record.rank] = record
-    schedulers = {
-        (record.number, record.rank): record.steps for record in records if isinstance(record, SchedulerRecord)
-    }
+    updates = {(record.number, record.rank): record for record in records if isinstance(record, UpdateRecord)}
+    schedulers = {(record.number, record.rank): record for record in records if isinstance(record, SchedulerRecord)}
     earlier: list[MicrobatchRecord] = []
-    for number in sorted(by_number):
-        rank_records = [by_number[number][rank] for rank in sorted(by_number[number])]
-        findings = _merge_ranks(rank_records, earlier)
-        findings.scheduler_steps = [
-            schedulers[number, record.rank] for record in rank_records if (number, record.rank) in schedulers
-        ]
-        earlier = [*earlier, *(record for _, record in findings.microbatches)]
+    for _, group in itertools.groupby(sorted(updates), key=itemgetter(0)):
+        places = list(group)
+        findings = _merge_ranks([updates[place] for place in places], earlier)
+        findings.scheduler_steps = [schedulers[place].steps for place in places if place in schedulers]
+        earlier += findings.records
         yield findings
 
 
 def _merge_ranks(records: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRecord]) -> UpdateFindings:
     first = records[0]
-    microbatches = [(record.rank, microbatch) for record in records for microbatch in record.microbatches]
-    findings = UpdateFindings(first.number + 1, first.world, [pair for pair in microbatches if not pair[1].is_empty])
-    findings.num_empty = len(microbatches) - len(findings.microbatches)
-    findings.collectives, findings.num_clips, findings.loop = first.collectives, first.num_clips, first.loop
-    findings.is_sharded, findings.is_compiled = first.is_sharded, any(record.is_compiled for record in records)
-    findings.unknown = list(dict.fromkeys(note for record in records for note in record.notes))
+    findings = UpdateFindings(
+        first.number + 1,
+        first.world,
+        is_sharded=first.is_sharded,
+        collectives=first.collectives,
+        num_clips=first.num_clips,
+        loop=first.loop,
+    )
+    for record in records:
+        findings.is_compiled |= record.is_compiled
+        findings.unknown += record.notes
+        for microbatch in record.microbatches:
+            if microbatch.is_empty:
+                findings.num_empty += 1
+            else:
+                findings.microbatches.append((record.rank, microbatch))
+    gradient = None
     if len(records) < first.world:
         findings.unknown.append(f"what other ranks do: records of {len(records)} of {first.world} ranks are here")
-    gradient = _merge_gradients(records, findings) if len(records) == first.world else None
+    else:
+        gradient = _merge_gradients(records, findings)
     if gradient is not None:
         _count_microbatches(findings, gradient, earlier)
-    elif len(records) == first.world and not any(reason.startswith("how often a") for reason in findings.unknown):
-        findings.unknown.append("how often a microbatch is counted: no parameter has a gradient at the step")
     _weigh_tokens(findings)
-    if gradient is not None and findings.weights is not None and findings.counts is not None and not findings.is_signed:
+    if gradient is not None and findings.weights and findings.counts is not None and not findings.is_signed:
         _measure_distances(findings, gradient)
     return findings
 
@@ -284,130 +347,129 @@ def _merge_gradients(records: Sequence[UpdateRecord], findings: UpdateFindings) 
     """Return the sketch of the gradient that is stepped, and note how ranks differ."""
     sketches = [record.gradient for record in records if record.gradient is not None]
     if len(sketches) < len(records):
+        if not any(reason.startswith("how often a") for reason in findings.unknown):
+            findings.unknown.append("how often a microbatch is counted: no parameter has a gradient at the step")
         return None
-    if records[0].is_sharded:
-        return torch.stack(sketches).sum(0)
-    longest = max(float(sketch.norm()) for sketch in sketches)
-    differences = [float((sketch - sketches[0]).norm()) for sketch in sketches]
-    findings.rank_difference = max(differences) / longest if longest else 0.0
+    gradients = torch.stack(sketches)  # [ranks, bins]
+    if findings.is_sharded:
+        return gradients.sum(0)
+    differences = (gradients - gradients[0]).norm(dim=1)
+    findings.rank_difference = float(differences.max() / gradients.norm(dim=1).max().clamp_min(TINY))
     findings.weights_differ = len({record.weights_checksum for record in records}) > 1
-    return sketches[0]
+    return gradients[0]
 
 
 def _count_microbatches(findings: UpdateFindings, gradient: Tensor, earlier: Sequence[MicrobatchRecord]) -> None:
     """Find how often each microbatch is in the gradient, by least squares over sketches."""
-    sketches = [record.sketch for _, record in findings.microbatches]
-    if not sketches or any(sketch is None for sketch in sketches) or not gradient.norm():
+    sketches = [record.sketch for record in findings.records if record.sketch is not None]
+    if not sketches or len(sketches) < len(findings.microbatches) or not gradient.norm():
         return
-    columns = [sketch for sketch in (*sketches, *(record.sketch for record in earlier)) if sketch is not None]
-    lengths = torch.stack([column.norm() for column in columns])
-    if not lengths.isfinite().all() or not gradient.isfinite().all():
+    earlier_sketches = [record.sketch for record in earlier if record.sketch is not None]
+    columns = torch.stack([*sketches, *earlier_sketches], 1)  # [bins, microbatches]
+    lengths = columns.norm(dim=0).clamp_min(TINY)
+    if not torch.cat([lengths, gradient]).isfinite().all():
         findings.unknown.append("how often a microbatch is counted: a gradient is not finite")
         return
-    matrix = torch.stack(columns, 1) / lengths.clamp_min(1e-300)  # [bins, microbatches]
+    matrix = columns / lengths
     basis, small = torch.linalg.qr(matrix)
     left_vectors, singular, right_vectors = torch.linalg.svd(small, full_matrices=False)
     inverse = torch.where(singular > PARALLEL * singular[0], 1 / singular, 0.0)
     # Where gradients are parallel, this is the shortest solution.
     solution = right_vectors.T @ (inverse * (left_vectors.T @ (basis.T @ gradient)))
-    findings.unexplained = float((matrix @ solution - gradient).norm() / gradient.norm())
-    if findings.unexplained > MAX_UNEXPLAINED:
+    unexplained = float((matrix @ solution - gradient).norm() / gradient.norm())
+    if unexplained > MAX_UNEXPLAINED:
         findings.unknown.append(
-            f"how often a microbatch is counted: {findings.unexplained:.0%} of the gradient comes from elsewhere"
+            f"how often a microbatch is counted: {unexplained:.0%} of the gradient comes from elsewhere"
         )
         return
     findings.shares_counts = bool(singular[-1] < PARALLEL)
     if findings.shares_counts:
         findings.unknown.append("which of the microbatches with equal gradients is counted: they share their counts")
-    counts = (solution / lengths.clamp_min(1e-300)).tolist()
-    current = findings.counts = counts[: len(sketches)]
-    present = sorted(count for count in current if abs(count) > COUNT * max(map(abs, current)))
-    findings.usual_count = present[len(present) // 2] if present else 1.0
-    leaks = [abs(count / findings.usual_count) for count in counts[len(sketches) :]]
-    findings.leaks = max(leaks, default=0.0)
+    counts, leaks = (solution / lengths).tensor_split([len(sketches)])
+    present = counts[counts.abs() > COUNT * counts.abs().max()].sort().values
+    findings.counts = counts.tolist()
+    findings.usual_count = float(present[len(present) // 2]) if len(present) else 1.0
+    findings.leaks = max((leaks / findings.usual_count).abs().tolist(), default=0.0)
 
 
 def _weigh_tokens(findings: UpdateFindings) -> None:
     """Set the weight of each target token in the update, and the mean that the weights are closest to."""
-    records = [record for _, record in findings.microbatches]
-    if any(record.residual is None for record in records):
+    residuals = [record.residual for record in findings.records if record.residual is not None]
+    if len(residuals) < len(findings.microbatches):
         reason = "inside torch.compile" if findings.is_compiled else "without logits (use megabatch.verify for it)"
         findings.unknown.append(f"the weights of tokens: a loss {reason}")
         return
-    worst = max((record.residual or 0.0 for record in records), default=0.0)
+    worst = max(residuals, default=0.0)
     if worst > MAX_RESIDUAL:
         findings.unknown.append(
             f"the weights of tokens: the gradient of the logits is {worst:.0%} from a cross-entropy's (use "
             "megabatch.verify for this loss)"
         )
         return
-    counts = findings.counts or [1.0] * len(records)
     total = findings.num_targets
     if not total:
         return
-    findings.weights = [record.weights * count * total for record, count in zip(records, counts, strict=True)]
-    flat = torch.cat(findings.weights)
-    negative = float(flat.clamp(max=0).abs().sum() / flat.abs().sum().clamp_min(1e-300))
+    counts = findings.counts or [1.0] * len(residuals)
+    pairs = zip(findings.records, counts, strict=True)
+    findings.weights = [record.weights * count * total for record, count in pairs]
+    weights = findings.all_weights
+    negative = float(weights.clamp(max=0).abs().sum() / weights.abs().sum().clamp_min(TINY))
     findings.is_signed = SIGNS < negative < 1 - SIGNS
     if findings.is_signed:
         findings.unknown.append("which mean is meant: the weights contain margins or advantages")
         return
     closest = SAME * 2
-    for name, mean in _means_of(findings).items():
-        shape = torch.cat(mean) * total
-        factor = float(flat @ shape / (shape @ shape))
-        findings.weight_distances[name] = float((flat - shape).norm() / shape.norm())
-        residual = float((flat - factor * shape).norm() / flat.norm().clamp_min(1e-300))
-        if residual < closest / 2:  # the first of equals
+    for name, mean in _weights_of_means(findings).items():
+        wanted = mean * total
+        factor = float(weights @ wanted / (wanted @ wanted))
+        findings.weight_distances[name] = float((weights - wanted).norm() / wanted.norm())
+        residual = float((weights - factor * wanted).norm() / weights.norm().clamp_min(TINY))
+        # Of means that are equal here the first is named.
+        if residual < closest / 2:
             findings.kind, findings.factor, closest = name, factor, residual
 
 
-def _means_of(findings: UpdateFindings) -> dict[str, list[Tensor]]:
-    """Return the weights of target tokens under each mean that can be told from the records."""
-    records, total = [record for _, record in findings.microbatches], findings.num_targets
-    sizes = [record.num_targets for record in records]
-    means = {TOKEN: [torch.full((size,), 1 / total, dtype=torch.float64) for size in sizes]}
-    for name, groups in (
-        (SAMPLE, [record.samples for record in records]),
-        (SEQUENCE, [record.sequences for record in records]),
-    ):
-        if all(bool((group >= 0).all()) for group in groups):
-            parts = [torch.unique(group, return_inverse=True, return_counts=True) for group in groups]
-            number = sum(len(part[0]) for part in parts)
-            means[name] = [1 / (number * sizes.double()[which]) for _, which, sizes in parts]
-    filled = [size for size in sizes if size]
-    means[OF_MICROBATCHES] = [
-        torch.full((size,), 1 / (len(filled) * max(size, 1)), dtype=torch.float64) for size in sizes
-    ]
-    by_rank: dict[int, int] = {}
-    for (rank, _), size in zip(findings.microbatches, sizes, strict=True):
-        by_rank[rank] = by_rank.get(rank, 0) + size
-    means[OF_RANKS] = [
-        torch.full((size,), 1 / (len(by_rank) * max(by_rank[rank], 1)), dtype=torch.float64)
-        for (rank, _), size in zip(findings.microbatches, sizes, strict=True)
-    ]
-    return means
+def _weights_of_means(findings: UpdateFindings) -> dict[str, Tensor]:
+    """Return the weights [targets] of the update's tokens under each mean that can be told from the records.
+
+    A mean over groups of tokens gives each group the same weight, and each token of a group the same share of it.
+    """
+    sizes = torch.tensor([record.num_targets for record in findings.records])
+    ranks = torch.tensor([rank for rank, _ in findings.microbatches])
+    groups_of_means = {
+        TOKEN: torch.zeros(findings.num_targets),
+        SAMPLE: join_rows([record.samples for record in findings.records]),
+        SEQUENCE: join_rows([record.sequences for record in findings.records]),
+        OF_MICROBATCHES: torch.arange(len(sizes)).repeat_interleave(sizes),
+        OF_RANKS: ranks.repeat_interleave(sizes),
+    }
+    weights: dict[str, Tensor] = {}
+    for name, groups in groups_of_means.items():
+        _, group_of_token, group_sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+        # Groups that are not known are -1.
+        if groups.min() >= 0:
+            weights[name] = 1 / (len(group_sizes) * group_sizes.double()[group_of_token])
+    return weights
 
 
 def _measure_distances(findings: UpdateFindings, gradient: Tensor) -> None:
     """Compare the gradient with that of each mean: microbatches' sketches, weighed anew."""
-    for name, mean in _means_of(findings).items():
-        total: Tensor | None = None
-        for (_, record), wanted in zip(findings.microbatches, mean, strict=True):
-            if record.sketch is None or not record.num_targets:
-                continue
-            ratio = wanted / record.weights
-            if not ratio.isfinite().all() or float(ratio.std(correction=0)) > 4 * SAME * float(ratio.mean().abs()):
-                break  # weights inside of the microbatch differ from the mean's: a sketch cannot be taken apart
-            scaled = record.sketch * ratio.mean()
-            total = scaled if total is None else total + scaled
-        else:
-            if total is not None and total.norm() and gradient.norm():
-                findings.distances[name] = Distance(
-                    error=float((gradient - total).norm() / total.norm()),
-                    length=float(gradient.norm() / total.norm()),
-                    direction=float((gradient / gradient.norm() - total / total.norm()).norm()),
-                )
+    records = [record for record in findings.records if record.num_targets]
+    sizes = [record.num_targets for record in records]
+    weights = torch.cat([record.weights for record in records])
+    sketches = torch.stack([cast(Tensor, record.sketch) for record in records], 1)  # [bins, microbatches]
+    for name, mean in _weights_of_means(findings).items():
+        ratios = (mean / weights).split(sizes)
+        scales = torch.stack([ratio.mean() for ratio in ratios])  # [microbatches]
+        spreads = torch.stack([ratio.std(correction=0) for ratio in ratios])  # [microbatches]
+        total = sketches @ scales
+        # A sketch cannot be taken apart where weights inside of the microbatch differ from the mean's.
+        if total.norm() and (spreads <= 4 * SAME * scales.abs()).all():
+            findings.distances[name] = Distance(
+                error=float((gradient - total).norm() / total.norm()),
+                length=float(gradient.norm() / total.norm()),
+                direction=float((gradient / gradient.norm() - total / total.norm()).norm()),
+            )
 
 
 # Faults
@@ -422,7 +484,7 @@ def find_miscounts(audit: Audit) -> list[str]:
         if update.dropped:
             descriptions.append(f"{at} microbatch {_numbers(update.dropped)} {of_all} DROPPED")
         for number in update.miscounted:
-            times = (update.counts or [])[number] / update.usual_count
+            times = float(update.relative_counts[number])
             descriptions.append(f"{at} microbatch {number + 1} {of_all} counted {times:.2g} times")
         if update.leaks > COUNT:
             descriptions.append(f"{at} LEAKED into from an update before ({update.leaks:.2g} times)")
@@ -443,25 +505,13 @@ def find_rank_differences(updates: Sequence[UpdateFindings]) -> list[str]:
 
 
 def _find_scheduler(updates: Sequence[UpdateFindings]) -> list[str]:
-    steps = [step for update in updates for step in update.scheduler_steps]
-    return [f"scheduler: {max(steps)} steps per update"] if steps and max(steps) > 1 else []
-
-
-def _find_unknown(audit: Audit, records: Sequence[Record]) -> Iterator[str]:
-    reasons = [text for update in audit.updates for text in update.unknown]
-    reasons += [text for record in records if isinstance(record, EndRecord) for text in record.notes]
-    if any(not update.is_length_known for update in audit.updates):
-        reasons.append("the gradient's length: something scales it between the last backward and the step")
-    if not audit.updates:
-        reasons.append(
-            "no step of a torch optimizer followed a backward of a watched model; a compiled step is not seen"
-        )
-    yield from dict.fromkeys(reasons)
+    steps = max((step for update in updates for step in update.scheduler_steps), default=0)
+    return [f"scheduler: {steps} steps per update"] if steps > 1 else []
 
 
 def largest_microbatch(updates: Sequence[UpdateFindings]) -> int:
     """Return the tokens of the largest microbatch, padding included; 0 where they are not known."""
-    return max((record.num_positions for update in updates for _, record in update.microbatches), default=0)
+    return max((record.num_positions for update in updates for record in update.records), default=0)
 
 
 def _numbers(indices: Sequence[int]) -> str:

@@ -1,11 +1,14 @@
 """Findings of an audit in ten lines."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from megabatch.planning.dealing import plan
 from megabatch.verification.audit_advice import advise
+from megabatch.verification.audit_records import join_rows
 from megabatch.verification.audit_report import (
     MEANS,
     OF_MICROBATCHES,
@@ -22,6 +25,8 @@ from megabatch.verification.audit_report import (
 )
 
 UNKNOWN = "cannot tell"
+# Of ranks or microbatches in a line.
+MAX_SHOWN = 8
 
 
 def lines_of(audit: Audit) -> Iterator[tuple[str, str]]:
@@ -44,8 +49,8 @@ def facts_of(audit: Audit) -> Iterator[tuple[str, str]]:
     """Yield what was seen beside the weights: a name and a text."""
     updates = audit.updates
     targets = sum(update.num_targets for update in updates)
-    microbatches = plural(sum(len(update.microbatches) for update in updates), "microbatch")
-    ranks = plural(updates[0].world, "rank")
+    num_microbatches = sum(len(update.microbatches) for update in updates)
+    ranks, microbatches = plural(updates[0].world, "rank"), plural(num_microbatches, "microbatch")
     yield "watched", f"{plural(len(updates), 'update')}, {ranks}, {microbatches}, {targets} targets"
     yield "counted", "; ".join(find_miscounts(audit)) or _counted_text(audit)
     yield "ranks", "; ".join(find_rank_differences(updates)) or _ranks_text(updates)
@@ -59,23 +64,25 @@ def verdict_of(audit: Audit) -> str:
     if not updates:
         return f"{UNKNOWN}, no update was seen"
     faults = ", and other things are WRONG" * bool(audit.problems)
-    if any(update.weights is None for update in updates):
+    if not all(update.weights for update in updates):
         return f"{UNKNOWN} what a token weighs{faults}"
     if audit.is_signed:
         return f"{UNKNOWN}: a preference or policy loss, whose weights have both signs{faults}"
     if any(update.counts is None for update in updates):
         return f"{UNKNOWN} how often microbatches are counted{faults}"
-    error = audit.error("any")
-    if error is None or error > SAME:
-        names = sorted({update.kind or "none of the known means" for update in updates})
-        return f"NOT exact: {' or '.join(names)}{_factors_text(updates)}"
-    name = min(MEANS, key=lambda mean: (audit.error(mean) is None, audit.error(mean)))
+    errors = {name: error for name in MEANS.values() if (error := audit.error_of(name)) is not None}
+    name = min(errors, key=errors.__getitem__, default=TOKEN)
+    if not audit.is_near(name):
+        kinds = sorted({update.kind for update in updates})
+        return f"NOT exact: {' or '.join(kinds)}{_factors_text(updates)}"
     if audit.may_be_mean_of_means:
-        distance = audit.error("token")
-        away = "" if distance is None else f", {percent(distance)} off the token mean"
-        return f"depends: the {MEANS[name]}, which is also the {OF_MICROBATCHES} here{away}{faults}"
-    direction = "" if audit.is_length_known else " in direction"
-    return f"exact{direction}: the {MEANS[name]}, off by {error:.1e}{faults}"
+        away = f", {percent(errors[TOKEN])} off the {TOKEN}" if TOKEN in errors else ""
+        return f"depends: the {name}, which is also the {OF_MICROBATCHES} here{away}{faults}"
+    return f"exact{_direction(audit)}: the {name}, off by {errors[name]:.1e}{faults}"
+
+
+def _direction(audit: Audit) -> str:
+    return "" if audit.is_length_known else " in direction"
 
 
 def percent(share: float) -> str:
@@ -83,82 +90,74 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1e}"
 
 
+def span(values: Tensor, precision: str = ".2f") -> str:
+    """Return the least and the largest number, once if they read the same."""
+    ends = format(float(values.min()), precision), format(float(values.max()), precision)
+    return " to ".join(dict.fromkeys(ends))
+
+
 def _factors_text(updates: Sequence[UpdateFindings]) -> str:
     """Return by what the updates are multiplied, where that is not 1."""
-    known = [update for update in updates if update.kind]
-    if all(abs(update.factor - 1) <= SAME for update in known):
-        return ""
-    lowest, highest = (pick(update.factor for update in known) for pick in (min, max))
-    if all(abs(update.factor - 1) > SAME for update in known):
-        return f" x {lowest:.2g}" if f"{lowest:.2g}" == f"{highest:.2g}" else f" x {lowest:.2g} to {highest:.2g}"
-    factors = (f"x {update.factor:.2g} in update {update.number}" for update in known if abs(update.factor - 1) > SAME)
-    return f", {', '.join(factors)}"
+    factors = {update.number: update.factor for update in updates if abs(update.factor - 1) > SAME}
+    if len(factors) == len(updates):
+        return f" x {span(torch.tensor(list(factors.values())), '.2g')}"
+    return "".join(f", x {factor:.2g} in update {number}" for number, factor in factors.items())
 
 
 def weights_text(updates: Sequence[UpdateFindings]) -> str:
     """Return what a target token weighs in the update where that is furthest from 1."""
-    known = [update for update in updates if update.weights is not None and update.num_targets]
+    known = [update for update in updates if update.weights]
     if not known:
         return UNKNOWN
-    worst = max(known, key=lambda update: float((torch.cat(update.weights or []) - 1).abs().max()))
-    flat = torch.cat(worst.weights or [])
-    smoothing = max(record.smoothing for _, record in worst.microbatches)
-    extra = f"; label smoothing {smoothing:.2g}" if smoothing else ""
-    lowest, highest = f"{float(flat.min()):.2f}", f"{float(flat.max()):.2f}"
-    if worst.is_signed:
-        negative = float((flat < 0).double().mean())
-        return (
-            f"from {lowest} to {highest} of a share in the token mean (update {worst.number}); negative for "
-            f"{negative:.0%} of the tokens{_samples_text(worst)}{extra}"
-        )
-    if lowest == highest:
-        return f"a target token weighs {lowest} of its share in the token mean (update {worst.number}){extra}"
-    means = [float(weights.mean()) for weights in worst.weights or [] if weights.numel()]
-    shown = ", ".join(f"{mean:.2f}" for mean in means[:8]) + (", ..." if len(means) > 8 else "")
-    return (
-        f"a target token weighs {lowest} to {highest} of its share in the token mean "
-        f"(update {worst.number}; by microbatch {shown}){extra}"
+    worst = max(known, key=lambda update: float((update.all_weights - 1).abs().max()))
+    means = [f"{float(weights.mean()):.2f}" for weights in worst.weights if weights.numel()]
+    if len(means) > MAX_SHOWN:
+        means = [*means[:MAX_SHOWN], "..."]
+    text = (
+        f"a target token weighs {span(worst.all_weights)} of its share in the token mean "
+        f"(update {worst.number}; by microbatch {', '.join(means)})"
     )
+    if worst.is_signed:
+        negative = float((worst.all_weights < 0).double().mean())
+        text += f"; negative for {negative:.0%} of the tokens{_samples_text(worst)}"
+    smoothing = max(record.smoothing for record in worst.records)
+    return f"{text}; label smoothing {smoothing:.2g}" if smoothing else text
 
 
 def _samples_text(update: UpdateFindings) -> str:
     """Return in how many samples every token weighs the same, as margins and advantages of a sample have it."""
-    if any(bool((record.samples < 0).any()) for _, record in update.microbatches):
+    sample_of_token = join_rows([record.samples for record in update.records])
+    if sample_of_token.min() < 0:
         return ""
-    num_samples = num_even = 0
-    for weights, (_, record) in zip(update.weights or [], update.microbatches, strict=True):
-        for sample in record.samples.unique():
-            inside = weights[record.samples == sample]
-            num_samples += 1
-            num_even += bool((inside.max() - inside.min()).abs() <= SAME * inside.abs().max())
-    return f"; the same for all tokens of a sample in {num_even} of {num_samples} samples"
+    weights_of_samples = [update.all_weights[sample_of_token == sample] for sample in sample_of_token.unique()]
+    num_even = sum(bool(part.max() - part.min() <= SAME * part.abs().max()) for part in weights_of_samples)
+    return f"; the same for all tokens of a sample in {num_even} of {len(weights_of_samples)} samples"
 
 
 def _gradient_text(audit: Audit) -> str:
     if audit.is_signed:
         return f"{UNKNOWN}: it depends on margins or advantages"
-    off: list[str] = []
+    distances: list[str] = []
     unknown: list[str] = []
     for name in (TOKEN, SAMPLE, SEQUENCE, OF_MICROBATCHES):
-        distances = [update.distances.get(name) for update in audit.updates]
-        if name == SEQUENCE and distances == [update.distances.get(SAMPLE) for update in audit.updates]:
-            continue  # no row is packed
-        known = [distance for distance in distances if distance is not None]
-        if len(known) < len(distances):
-            weights = [update.weight_distances[name] for update in audit.updates if name in update.weight_distances]
-            unknown.append(name + (f" (its weights are {percent(max(weights))} off)" if weights else ""))
-        elif audit.is_length_known:
-            off.append(f"{percent(max(distance.error for distance in known))} off the {name}")
-        else:
-            off.append(f"{percent(max(distance.direction for distance in known))} off the {name} in direction")
-    return "; ".join([*off, *(f"{UNKNOWN} for the {name}" for name in unknown)]) if off else UNKNOWN
+        error = audit.error_of(name)
+        # Where no row is packed, sequences are samples.
+        if name == SEQUENCE and error == audit.error_of(SAMPLE):
+            continue
+        if error is not None:
+            distances.append(f"{percent(error)} off the {name}{_direction(audit)}")
+            continue
+        of_weights = [update.weight_distances[name] for update in audit.updates if name in update.weight_distances]
+        hint = f" (its weights are {percent(max(of_weights))} off)" if of_weights else ""
+        unknown.append(f"{UNKNOWN} for the {name}{hint}")
+    return "; ".join([*distances, *unknown]) if distances else UNKNOWN
 
 
 def _counted_text(audit: Audit) -> str:
     if any(update.counts is None for update in audit.updates):
-        return "cannot tell"
+        return UNKNOWN
     if any(update.shares_counts for update in audit.updates):
-        return "cannot tell which of the microbatches with equal gradients is counted"
+        return f"{UNKNOWN} which of the microbatches with equal gradients is counted"
     end = "nothing left over at the end" if audit.left_over == [] else "the end of the run was not watched"
     num_empty = sum(update.num_empty for update in audit.updates)
     empty = f"; {plural(num_empty, 'microbatch')} had no target, and a gradient of zero" if num_empty else ""
@@ -166,68 +165,71 @@ def _counted_text(audit: Audit) -> str:
 
 
 def _ranks_text(updates: Sequence[UpdateFindings]) -> str:
-    if updates[0].world == 1:
+    first = updates[0]
+    if first.world == 1:
         return "one"
-    complete = all(len({rank for rank, _ in update.microbatches}) == update.world for update in updates)
-    sizes = [
-        sum(record.num_targets for owner, record in updates[0].microbatches if owner == rank)
-        for rank in range(updates[0].world)
-    ]
-    shown = f"targets by rank {', '.join(map(str, sizes[:8]))} in update 1"
-    if not complete:
-        return f"cannot tell; {shown}"
-    return f"{'each holds its own shards' if updates[0].is_sharded else 'gradients and weights are equal'}; {shown}"
+    sizes: Counter[int] = Counter()
+    for rank, record in first.microbatches:
+        sizes[rank] += record.num_targets
+    shown = ", ".join(str(sizes[rank]) for rank in range(min(first.world, MAX_SHOWN)))
+    verdict = "each holds its own shards" if first.is_sharded else "gradients and weights are equal"
+    if any(len(dict(update.microbatches)) < update.world for update in updates):
+        verdict = UNKNOWN
+    return f"{verdict}; targets by rank {shown} in update 1"
 
 
 def _scheduler_text(updates: Sequence[UpdateFindings]) -> str:
     steps = sorted({step for update in updates for step in update.scheduler_steps})
     if not steps:
-        return "cannot tell"
+        return UNKNOWN
     if steps == [0]:
         return "none stepped"
-    text = " or ".join(map(str, steps))
-    return f"{text} step{'s' * (steps != [1])} per update{' (WRONG: 1 is right)' if steps[-1] > 1 else ''}"
+    warning = " (WRONG: 1 is right)" * (steps[-1] > 1)
+    return f"{' or '.join(map(str, steps))} step{'s' * (steps != [1])} per update{warning}"
 
 
 def _collectives_text(updates: Sequence[UpdateFindings]) -> str:
+    collectives = updates[0].collectives
     if updates[0].world == 1:
         return "none, one process"
-    counted = next((update.collectives for update in updates if update.collectives is not None), None)
-    if counted is None:
-        return "cannot tell"
-    parts = [f"{number} {name} of {_bytes_text(size)}" for name, (number, size) in sorted(counted.items())]
+    if collectives is None:
+        return UNKNOWN
+    parts = [f"{number} {name} of {_bytes_text(size)}" for name, (number, size) in sorted(collectives.items())]
     return ", ".join(parts) or "none"
 
 
 def padding_text(updates: Sequence[UpdateFindings]) -> str:
     """Return the share of padding, and what is left of it in microbatches that megabatch cuts by length."""
-    rows = [(update, record) for update in updates for _, record in update.microbatches]
-    twice = sum(len(hashes) - len(set(hashes)) for hashes in (
-        [row for _, record in update.microbatches for row in record.row_hashes] for update in updates))  # fmt: skip
-    same = f"; {plural(twice, 'sample')} seen twice in an update" if twice else "; no sample twice in an update"
-    if not rows or not all(record.row_tokens for _, record in rows):
-        return f"cannot tell (no attention_mask){same}"
-    tokens = sum(sum(record.row_tokens) for _, record in rows)
-    positions = sum(record.num_positions for _, record in rows)
-    return f"{1 - tokens / max(positions, 1):.0%} of the computed tokens{_replanned_text(updates, positions)}{same}"
-
-
-def _replanned_text(updates: Sequence[UpdateFindings], positions: int) -> str:
-    """Return the padding with microbatches that are no larger than the largest here, cut by length."""
-    cap = largest_microbatch(updates)
-    computed = tokens = 0
+    num_twice = 0
+    lengths_of_updates: list[list[int]] = []
     for update in updates:
-        lengths = [max(1, size) for _, record in update.microbatches for size in record.row_tokens]
-        for part in plan(lengths, dp_degree=min(update.world, len(lengths)), max_microbatch_tokens=cap):
-            for rows in part.microbatches:
-                computed += len(rows) * max((part.lengths[row] for row in rows), default=0)
-        tokens += sum(lengths)
+        hashes = [row for record in update.records for row in record.row_hashes]
+        num_twice += len(hashes) - len(set(hashes))
+        lengths_of_updates.append([size for record in update.records for size in record.row_tokens])
+    twice = f"{plural(num_twice, 'sample')} seen" if num_twice else "no sample"
+    records = [record for update in updates for record in update.records]
+    if not records or not all(record.row_tokens for record in records):
+        return f"{UNKNOWN} (no attention_mask); {twice} twice in an update"
+    positions = sum(record.num_positions for record in records)
+    tokens = sum(map(sum, lengths_of_updates))
+    replanned = _replanned_text(updates, lengths_of_updates, positions)
+    return f"{1 - tokens / max(positions, 1):.0%} of the computed tokens{replanned}; {twice} twice in an update"
+
+
+def _replanned_text(
+    updates: Sequence[UpdateFindings], lengths_of_updates: Sequence[Sequence[int]], positions: int
+) -> str:
+    """Return the padding with microbatches that are no larger than the largest here, cut by length."""
+    largest = largest_microbatch(updates)
+    computed = tokens = 0
+    for update, sizes in zip(updates, lengths_of_updates, strict=True):
+        lengths = [max(1, size) for size in sizes]
+        for part in plan(lengths, dp_degree=min(update.world, len(lengths)), max_microbatch_tokens=largest):
+            computed += part.padded_tokens
+            tokens += part.num_tokens
     return f" ({1 - tokens / computed:.0%} if megabatch cuts them by length)" if computed < positions else ""
 
 
 def _bytes_text(size: int) -> str:
-    for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size = size / 1000  # pyright: ignore[reportAssignmentType]
-    return f"{size:.3g} GB"
+    power = min((len(str(size)) - 1) // 3, 3)
+    return f"{size / 1000**power:.3g} {('B', 'KB', 'MB', 'GB')[power]}"
