@@ -70,6 +70,11 @@ def unsharded_parameters(group: Any) -> list[nn.Parameter]:
     return [unsharded for fsdp_param in group.fsdp_params if (unsharded := unsharded_parameter(fsdp_param)) is not None]
 
 
+def sharded_parameters(group: Any) -> list[nn.Parameter]:
+    """``sharded_param`` of each parameter of a group."""
+    return [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+
+
 def partly_reduced(group: Any) -> Tensor | None:
     """``_partial_reduce_output``: gradients that HSDP has summed over the ranks of a shard, and not of replicas."""
     return group._partial_reduce_output

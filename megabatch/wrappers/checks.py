@@ -9,10 +9,10 @@ to ranks once more and repeats samples to fill the last: give it none that `Upda
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
@@ -36,7 +36,7 @@ def refuse_unknown(model: nn.Module) -> None:
     """Refuse a wrapper that is not known, or one that hides inside the model."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, DistributedDataParallel) or is_fsdp1(module):
+        if is_outer_wrapper(module):
             raise PlanError(
                 f"{name!r} inside the model is wrapped with {kind}; give that wrapper itself, or wrap the whole model"
             )
@@ -52,9 +52,15 @@ def refuse_unknown(model: nn.Module) -> None:
             )
 
 
+def is_outer_wrapper(module: nn.Module) -> bool:
+    """Return True for DDP and FSDP1, which are modules around the model."""
+    return isinstance(module, DistributedDataParallel) or is_fsdp1(module)
+
+
 def refuse_torchscript(model: nn.Module) -> None:
     """Refuse a model that takes no hooks."""
-    for module in (model, getattr(model, "module", None)):  # DDP's own
+    # DDP has the model in its attribute ``module``.
+    for module in (model, getattr(model, "module", None)):
         if isinstance(module, torch.jit.ScriptModule):
             raise PlanError(
                 "the model is a TorchScript module, which takes no hooks to watch its forward; give the "
@@ -70,10 +76,11 @@ def check_tied(model: nn.Module) -> None:
     configs = [config, text() if callable(text) else None]
     if not any(getattr(candidate, "tie_word_embeddings", False) is True for candidate in configs):
         return
-    ends = input_embeddings(inner), output_embeddings(inner)
-    first, last = (getattr(end, "weight", None) for end in ends)
-    are_two = first is not last and first is not None and last is not None
-    if are_two and any(is_dtensor(weight) and weight.requires_grad for weight in (first, last)):
+    first = getattr(input_embeddings(inner), "weight", None)
+    last = getattr(output_embeddings(inner), "weight", None)
+    if first is last or first is None or last is None:
+        return
+    if any(weight.requires_grad for weight in filter(is_dtensor, (first, last))):
         raise PlanError(
             "the config says tie_word_embeddings, but sharding has made two parameters of the input and the output "
             "embeddings, each with a part of the gradient; set config.tie_word_embeddings = False before the model is "
@@ -84,12 +91,17 @@ def check_tied(model: nn.Module) -> None:
 def check_dtensors(model: nn.Module) -> None:
     """Refuse DTensors that are spread over other axes than tp, whose gradients somebody else would have to sum."""
     for name, parameter in model.named_parameters():
-        if is_dtensor(parameter) and tuple(parameter.device_mesh.mesh_dim_names or ()) != ("tp",):
+        if is_beyond_tp(parameter):
             raise PlanError(
                 f"parameter {name!r} is a DTensor over the mesh axes {parameter.device_mesh.mesh_dim_names} that no "
                 "wrapper manages; name the axis 'ep' if it deals out experts to ranks that see different samples, and "
                 "'tp' if its ranks share samples, and shard over data axes with fully_shard"
             )
+
+
+def is_beyond_tp(tensor: Tensor) -> TypeGuard[Any]:
+    """Return True for a DTensor over other axes than tp."""
+    return is_dtensor(tensor) and tuple(tensor.device_mesh.mesh_dim_names or ()) != ("tp",)
 
 
 class Dispatch(NamedTuple):
@@ -125,11 +137,10 @@ def refuse_foreign(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         for kind in type(module).__mro__:
-            if (package := kind.__module__.partition(".")[0]) in REDUCING and _wraps(module):
+            if (package := _package_of(kind)) in REDUCING and _wraps(module):
                 raise PlanError(f"{where} is a {kind.__name__} of {package}; {REDUCING[package]}")
         for hook in _hooks(module):
-            package = str(getattr(hook, "__module__", None)).partition(".")[0]
-            if package in REDUCING:
+            if (package := _package_of(hook)) in REDUCING:
                 raise PlanError(f"{where} has hooks of {package}; {REDUCING[package]}")
     for dispatch in find_dispatches(model):
         _refuse_dispatch(model, dispatch)
@@ -154,6 +165,11 @@ def _refuse_dispatch(model: nn.Module, dispatch: Dispatch) -> None:
 def _wraps(module: nn.Module) -> bool:
     """Return True for a wrapper, and False for a layer of the same library."""
     return isinstance(getattr(module, "module", None), nn.Module)
+
+
+def _package_of(definition: object) -> str:
+    """Return the package that a class or a function is of."""
+    return str(getattr(definition, "__module__", None)).partition(".")[0]
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:

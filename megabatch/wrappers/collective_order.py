@@ -82,10 +82,10 @@ class OrderedWrapper(Wrapper):
         """
         if self.collective_order.is_compared:
             numbers = [int(row[0]) for row in self.ranks.exchange_numbers([self.index << 32 | number])]
-            if len(set(numbers)) > 1:
+            first, *differing = dict.fromkeys(numbers)
+            if differing:
                 self.collective_order.is_compared = False
-                first = numbers[0]
-                second = next(candidate for candidate in numbers if candidate != first)
+                second = differing[0]
                 raise PlanError(
                     f"ranks call other submodules in one microbatch: some {self.describe_collective(first)}, others "
                     f"{self.describe_collective(second)}, and {self.kind_name} would wait forever; call every wrapped "

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.core.gradients import Gradients
+from megabatch.core.gradients import Gradients, drop_gradients
 from megabatch.core.mesh import DataRanks
-from megabatch.core.wrapper import Choice, Wrapper, stranding
+from megabatch.core.wrapper import Choice, Wrapper, stranding, trainable
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private.ddp_reducer import (
     broadcast_buffers,
@@ -51,14 +51,18 @@ class DDPWrapper(Wrapper):
         _check_comm_hooks(ddp)
         _check_buckets(ddp, self.parameters)
         self.ddp, self._hooks = ddp, comm_hooks(ddp)
-        self._sums = False  # the next reduction is the only one of its update
+        # The next reduction is the only one of its update.
+        self._sums = False
         # DDP adds in an order that depends on a gradient's place among the others, if there are more than two ranks.
         may_rebuild = not (ddp.static_graph or ddp.find_unused_parameters or is_fake(self.parameters[0]))
         self._is_settled = ranks.num_weighing < 3 or not may_rebuild
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
-        self._is_reducing = self._is_preparing = False  # the microbatch reduces; DDP's forward is before the model's
-        self._is_local = False  # gradients stay on their rank until the update ends
+        self._is_reducing = False
+        # DDP's forward runs, and the model's has not begun.
+        self._is_preparing = False
+        # DDP's buckets are too narrow for the gradients, which stay on their rank until the update ends.
+        self._is_local = False
         ddp.register_forward_pre_hook(_noting(self._note_forward))
         ddp.module.register_forward_pre_hook(_noting(self._note_inside))
 
@@ -77,11 +81,16 @@ class DDPWrapper(Wrapper):
     @property
     def loss_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The number of ranks where DDP averages. 1 where DDP, or `finish_update`, sums."""
-        return 1.0 if self._sums or self._is_local or self.is_held else float(self.ranks.num_weighing)
+        return 1.0 if self._sums or self._waits else float(self.ranks.num_weighing)
+
+    @property
+    def _waits(self) -> bool:
+        """True if gradients stay on their rank until `finish_update` sums them."""
+        return self._is_local or self.is_held
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
-        if comm_hooks(self.ddp) != self._hooks:  # a hook was registered since
+        if comm_hooks(self.ddp) != self._hooks:
             _check_comm_hooks(self.ddp)
             self._hooks = comm_hooks(self.ddp)
             self.accumulate_in(self._wide)
@@ -93,7 +102,8 @@ class DDPWrapper(Wrapper):
 
     def _note_forward(self, *_: object) -> None:
         self._is_preparing = True
-        self._went_through_ddp |= torch.is_grad_enabled()  # without gradients, DDP prepares no reduction
+        # Without gradients, DDP prepares no reduction.
+        self._went_through_ddp |= torch.is_grad_enabled()
 
     def _note_inside(self, *_: object) -> None:
         self._is_preparing = False
@@ -119,7 +129,7 @@ class DDPWrapper(Wrapper):
         begins_update = all(parameter.grad is None for parameter in self.parameters)
         repeats = policy == "every" or self._first_of_static_graph
         self._sums = begins_update and not (repeats or self._hooks or is_fake(self.parameters[0]))
-        if begins_update and not (self._is_settled or self._is_local or self.is_held):
+        if begins_update and not (self._is_settled or self._waits):
             self._settle()
 
     def _settle(self) -> None:
@@ -135,8 +145,7 @@ class DDPWrapper(Wrapper):
             for parameter in reversed(self.parameters)
         )
         settle_buckets(self.ddp, zeros)
-        for parameter in self.parameters:
-            parameter.grad = None
+        drop_gradients(self.parameters)
 
     def average(self) -> None:
         """Average in the call that begins, as a model beside this one has to."""
@@ -144,27 +153,27 @@ class DDPWrapper(Wrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        self._is_reducing = self._is_preparing = False
-        if self._is_local or (self.is_held and not self._first_of_static_graph):
+        # A static graph is recorded in the first backward, which must be a reducing one.
+        records_graph, self._first_of_static_graph = self._first_of_static_graph, False
+        self._is_reducing = records_graph or ((last or policy == "every") and not self._waits)
+        self._is_preparing = self._went_through_ddp = False
+        if not self._is_reducing:
             with self.ddp.no_sync():
                 yield
             return
-        # A static graph is recorded in the first backward, which must be a reducing one.
-        reduce, self._first_of_static_graph = last or policy == "every" or self._first_of_static_graph, False
-        self._went_through_ddp, self._is_reducing = False, reduce
-        reducing = summing(self.ddp) if self._sums else contextlib.nullcontext()
-        with reducing if reduce else self.ddp.no_sync():
+        with summing(self.ddp) if self._sums else contextlib.nullcontext():
             yield
-        if reduce:
-            self._sums = False
-        if reduce and self.ddp.gradient_as_bucket_view:  # else the next forward rebuilds buckets and views
-            with contextlib.suppress(RuntimeError):  # something is unreduced; _check_reduced raises an error
+        self._sums = False
+        if self.ddp.gradient_as_bucket_view:
+            # The next forward would rebuild buckets and views. If something is unreduced, _check_reduced says so.
+            with contextlib.suppress(RuntimeError):
                 rebuild_buckets(self.ddp)
-        if last or (reduce and self._went_through_ddp):
+        if last or self._went_through_ddp:
             self._check_reduced("the last" if last else "a")
 
     def without_reduction(self) -> contextlib.AbstractContextManager[None]:
-        return self.ddp.no_sync()  # else DDP waits for the gradients of the forward
+        # DDP would wait for the gradients of the forward.
+        return self.ddp.no_sync()
 
     def _check_reduced(self, which: str) -> None:
         """Raise `MegabatchError`, after a backward that reduces, if DDP did not reduce every gradient."""
@@ -195,10 +204,11 @@ class DDPWrapper(Wrapper):
 
     def finish_update(self) -> None:
         """Sum the gradients that DDP has not reduced, being wider than its buckets or held back."""
-        if self._is_local or self.is_held:
+        if self._waits:
             with torch.no_grad():
                 sum_gradients(self.parameters, self.ranks, self._wide)
-            broadcast_buffers(self.ddp)  # which no_sync leaves as they are
+            # no_sync leaves buffers as they are.
+            broadcast_buffers(self.ddp)
         self.release_reduction()
 
     def discard(self) -> None:
@@ -217,11 +227,13 @@ def noting_launches(ddps: Sequence[DistributedDataParallel], note: Callable[[int
     Torch pairs the collectives of a process group by their order alone. Where ranks call models in another order,
     DDP adds the gradient of one to that of another. A model with a process group of its own is not noted.
     """
-    groups = [cast(dist.ProcessGroup, ddp.process_group) for ddp in ddps]
+    by_group: dict[Any, dict[int, DistributedDataParallel]] = {}
+    for index, ddp in enumerate(ddps):
+        by_group.setdefault(ddp.process_group, {})[index] = ddp
     with contextlib.ExitStack() as stack:
-        for group in {shared_group for shared_group in groups if groups.count(shared_group) > 1}:
-            numbered = {index: ddp for index, ddp in enumerate(ddps) if groups[index] is group}
-            stack.enter_context(_noting_group(group, numbered, note))
+        for group, numbered in by_group.items():
+            if len(numbered) > 1:
+                stack.enter_context(_noting_group(group, numbered, note))
         yield
 
 
@@ -232,7 +244,8 @@ def _noting_group(
     """Count what the group has begun whenever another model may begin more: what came since is the former model's."""
     try:
         num_noted = num_begun(group)
-    except RuntimeError:  # its backend does not count
+    except RuntimeError:
+        # The backend of the group does not count.
         yield
         return
     running = 0
@@ -245,27 +258,25 @@ def _noting_group(
         running, num_noted = index, now
 
     # A model broadcasts its buffers in its forward, and reduces right after a gradient was accumulated.
-    hooks: list[Any] = []
-    for index, ddp in ddps.items():
-        turn = partial(turn_to, index)
-        hooks.append(ddp.register_forward_pre_hook(turn))
-        hooks += [
-            parameter.register_post_accumulate_grad_hook(turn)
-            for parameter in ddp.parameters()
-            if parameter.requires_grad
-        ]
-    try:
-        yield
-    finally:
-        turn_to(running)
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for index, ddp in ddps.items():
+            turn = partial(turn_to, index)
+            hooks.enter_context(ddp.register_forward_pre_hook(turn))
+            for parameter in trainable(ddp):
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(turn))
+        try:
+            yield
+        finally:
+            turn_to(running)
 
 
 def _sparse_parameters(ddp: DistributedDataParallel) -> set[Tensor]:
     """Return the parameters whose gradients DDP expects to be sparse."""
-    tables = (module for module in ddp.module.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return {table.weight for table in tables if table.sparse}
+    return {
+        module.weight
+        for module in ddp.module.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
 
 
 def _noting(method: Callable[..., None]) -> Callable[..., None]:
@@ -318,7 +329,8 @@ def _is_reduced(parameter: nn.Parameter) -> bool:
     DDP does not say which parameters it was given. Its hook keeps the node alive, which otherwise ends with its graph.
     Metadata on the node therefore persists only with DDP's hook.
     """
-    if is_fake(parameter):  # a simulated model has no real DDP
+    # A simulated model has no real DDP.
+    if is_fake(parameter):
         return True
     _node_of(parameter).metadata[_KEPT] = True
     return _KEPT in _node_of(parameter).metadata

@@ -8,7 +8,9 @@
 "auto"          the policy that suits the wrapper
 """
 
+import re
 from collections.abc import Sequence
+from itertools import chain, filterfalse
 from math import prod
 from typing import Any, cast
 
@@ -36,12 +38,12 @@ def choose_policy(wrapper: Wrapper, policy: str) -> Choice:
         raise PlanError(f"sync is {policy!r}, and parts of the parameters stay gathered no longer; give 'gather_once'")
     if policy in POLICIES:
         return wrapper.choose(policy)
-    name, _, period = str(policy).partition(":")
-    if name != "every" or not (period.isascii() and period.isdigit() and int(period) > 0):
+    periodic = re.fullmatch("every:(0*[1-9][0-9]*)", str(policy))
+    if periodic is None:
         raise PlanError(f"sync is {policy!r}; expected one of {', '.join(POLICIES)}, or 'every:4'")
     if wrapper.is_pipeline:
         return wrapper.choose(policy)
-    choice = wrapper.choose("every")
+    choice, period = wrapper.choose("every"), periodic[1]
     if int(period) == 1 or choice[0] != "every":
         return choice
     return policy, f"as asked: {wrapper.kind_name} keeps the whole gradient, and reduces {period} microbatches at once"
@@ -56,30 +58,30 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
         )
     if isinstance(model, SelfWrapped):
         return model.make_wrapper(mesh, wrap_stages)
-    models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, list | tuple) else []
+    models = cast(list[nn.Module], list(model) if isinstance(model, list | tuple) else [model])
     if not models or not all(isinstance(cast(object, item), nn.Module) for item in models):
         raise PlanError(f"model is a {type(model).__name__}; expected a torch.nn.Module, or a list of them")
     for module in models:
         refuse_torchscript(module)
-    trained = [module for module in models if trainable(module)]  # a frozen reward or reference model needs no wrapper
-    if not trained:
+    wrappers = [wrapper_of_one(module, mesh) for module in filter(trainable, models)]
+    if not wrappers:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
-    wrappers = [wrapper_of_one(module, mesh) for module in trained]
-    frozen = [module for module in models if not trainable(module)]
     if len(models) == 1:
         return wrappers[0]
     from megabatch.wrappers.multi_model import MultiModelWrapper
 
-    return MultiModelWrapper(wrappers, frozen)
+    # A frozen reward or reference model needs no wrapper.
+    return MultiModelWrapper(wrappers, list(filterfalse(trainable, models)))
 
 
 def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
     """Return the wrapper of one model with trainable parameters."""
     refuse_foreign(model)
     check_tied(model)
-    wrapper = original_of(model)  # torch.compile hides the wrapper
+    # torch.compile hides the wrapper. The imports below are made late, since those of torch's FSDP are slow.
+    wrapper = original_of(model)
     if any(map(is_expert, wrapper.parameters())):
-        from megabatch.wrappers import expert_parallel  # imports torch's FSDP, which is slow
+        from megabatch.wrappers import expert_parallel
 
         return expert_parallel.wrapper_of_experts(model, wrapper, mesh)
     if isinstance(wrapper, DistributedDataParallel):
@@ -89,11 +91,11 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
         assert isinstance(group, dist.ProcessGroup)
         return DDPWrapper(model, wrapper, _ranks([group], mesh, None))
     if is_fsdp1(wrapper):
-        from megabatch.wrappers import fsdp1  # imports torch's FSDP, which is slow
+        from megabatch.wrappers import fsdp1
 
         return fsdp1.FSDP1Wrapper(model, wrapper, _ranks(fsdp1.reducing_groups(model, wrapper), mesh, None))
     if modules := list(filter(is_fsdp2, wrapper.modules())):
-        from megabatch.wrappers import fsdp2  # as well
+        from megabatch.wrappers import fsdp2
 
         groups = fsdp2.reducing_groups(model, modules)
         wrapper_mesh = fsdp2.param_groups(modules)[0].mesh_info.mesh
@@ -124,21 +126,20 @@ def wrap_stages(model: Any, mesh: DeviceMesh | None) -> Wrapper:
 
 
 def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:
-    sharded = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
-    if mesh is None and sharded:  # tensor parallel without a data axis, or with one that no parameter shows
-        mesh = _root(sharded[0])
+    sharded = next(filter(is_dtensor, model.parameters()), None)
+    if mesh is None and sharded is not None:
+        # The model is tensor parallel without a data axis, or with one that no parameter shows.
+        mesh = _root(sharded.device_mesh)
         if mesh is None or mesh.size() < dist.get_world_size():
             raise PlanError(
-                f"the model is tensor parallel over {sharded[0].size()} of {dist.get_world_size()} processes, and what "
-                f"the others do is not known; give mesh= with the axes of all, from {', '.join(AXES)}"
+                f"the model is tensor parallel over {sharded.device_mesh.size()} of {dist.get_world_size()} processes, "
+                f"and what the others do is not known; give mesh= with the axes of all, from {', '.join(AXES)}"
             )
     if mesh is not None:
         return DataRanks.of_mesh(mesh)
     if not (dist.is_available() and dist.is_initialized()):
         return DataRanks()
-    world = dist.group.WORLD
-    assert world is not None
-    return DataRanks([world])
+    return DataRanks([cast(dist.ProcessGroup, dist.group.WORLD)])
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -149,34 +150,27 @@ def _root(mesh: DeviceMesh) -> DeviceMesh | None:
 
 def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, wrapper_mesh: DeviceMesh | None) -> DataRanks:
     """Return the ranks of a wrapper that reduces over ``groups``, which must match the axes of the mesh."""
+    reduced_ranks = set(chain.from_iterable(map(dist.get_process_group_ranks, groups)))
     # Without known axis names, the ranks that the wrapper reduces over are all data ranks.
-    if mesh is None and (wrapper_mesh is None or not _is_within(groups, wrapper_mesh)):
-        return DataRanks(groups)
-    mesh = mesh or wrapper_mesh
-    assert mesh is not None  # one of the two is there
+    if mesh is None:
+        if wrapper_mesh is None or not reduced_ranks <= _summing_ranks(wrapper_mesh):
+            return DataRanks(groups)
+        mesh = wrapper_mesh
     ranks = DataRanks.of_mesh(mesh)
-    if not _agrees(groups, mesh):
+    summing_ranks, num_reduced = _summing_ranks(mesh), prod(group.size() for group in groups)
+    if num_reduced != len(summing_ranks) or not reduced_ranks <= summing_ranks:
         raise PlanError(
             f"the mesh has {ranks.num_weighing} data and context ranks but the wrapper reduces over "
-            f"{prod(group.size() for group in groups)}, or over others; give both the same mesh"
+            f"{num_reduced}, or over others; give both the same mesh"
         )
     return ranks
 
 
-def _agrees(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> bool:
-    """Return True if the groups hold the ranks along the mesh's data and context axes."""
-    return prod(group.size() for group in groups) == len(_summing_ranks(mesh)) and _is_within(groups, mesh)
-
-
-def _is_within(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> bool:
-    """Return True if the groups hold no other ranks than those along the mesh's data and context axes."""
-    return {rank for group in groups for rank in dist.get_process_group_ranks(group)} <= _summing_ranks(mesh)
-
-
 def _summing_ranks(mesh: DeviceMesh) -> set[int]:
     """Return the ranks along the mesh's data and context axes: weights are summed over them, and so are gradients."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # only its ranks come here
-    is_summed = [name in DATA_AXES + CONTEXT_AXES for name in mesh.mesh_dim_names or ()]
-    along = mesh.mesh[tuple(slice(None) if axis else at for axis, at in zip(is_summed, coordinate, strict=True))]
-    return set(along.flatten().tolist())
+    # Only ranks of the mesh come here, so that each has a coordinate in it.
+    place: list[Any] = list(mesh.get_coordinate() or ())
+    for axis, name in enumerate(mesh.mesh_dim_names or ()):
+        if name in DATA_AXES + CONTEXT_AXES:
+            place[axis] = slice(None)
+    return set(mesh.mesh[tuple(place)].flatten().tolist())

@@ -1,11 +1,13 @@
 """Gradients whose sums and norm have the same bits in any order, for `SameBits`."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megabatch.core.wrapper import local
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.wrappers.wide_gradients import WideGradients
 
@@ -26,8 +28,10 @@ class ExactGradients(WideGradients):
 
     def finish(self) -> None:
         super().finish()
-        if any(parameter.grad is not None for parameter in self._parameters):  # else the update has no weight
-            for parameter in self._parameters:  # a sum of zeros has a sign that depends on the dummy microbatches
+        # An update without weight has no gradient.
+        if any(parameter.grad is not None for parameter in self._parameters):
+            # A sum of zeros has a sign that depends on the dummy microbatches.
+            for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0)
 
     def norm(
@@ -44,10 +48,11 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     from the largest gradient of all ranks and the number of elements. What it cuts off is rounded to a finer grid, and
     so on to 40 bits below the largest square, since the small squares of a large model may outweigh its largest.
     """
-    sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # by the groups that hold the other shards
+    # By the groups that hold the other shards.
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
-            sharded.setdefault(_shard_groups(gradient), []).append(_local(gradient).detach())
+            sharded.setdefault(_shard_groups(gradient), []).append(local(gradient).detach())
     device, bits = parameters[0].device, sum(parameter.numel() for parameter in parameters).bit_length()
     num_cached = PIECE if device.type == "cpu" else PIECE << 8
     largest = torch.zeros((), dtype=torch.float64, device=device)
@@ -58,15 +63,17 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
             dist.all_reduce(local_largest, op=dist.ReduceOp.MAX, group=group)
         largest = torch.maximum(largest, local_largest)
     largest = largest.clamp(min=LEAST)
-    power = largest / torch.frexp(largest).mantissa  # the power of two above the largest; exact
-    # Adding and subtracting 1.5 * 2**n rounds to the last bit of 2**n, in any order of the sum.
-    shifts = [power * power * (1.5 * 2.0**bits)]  # rounds to 2**(bits - 52) of the largest square
+    # The power of two above the largest, which is exact.
+    power = largest / torch.frexp(largest).mantissa
+    # Adding and subtracting 1.5 * 2**n rounds to the last bit of 2**n, in any order of the sum. The first shift rounds
+    # to 2**(bits - 52) of the largest square.
+    shifts = [power * power * (1.5 * 2.0**bits)]
     while (53 - bits) * len(shifts) < bits + BITS_OF_NORM:
         shifts.append(shifts[-1] * 2.0 ** (bits - 53))
     total = torch.zeros(len(shifts), dtype=torch.float64, device=device)
     for groups, gradients in sharded.items():
         local_sums = torch.zeros_like(total)
-        for piece in (piece for gradient in gradients for piece in gradient.flatten().split(num_cached)):
+        for piece in chain.from_iterable(gradient.flatten().split(num_cached) for gradient in gradients):
             remainder = piece.double().square()
             for level, shift in enumerate(shifts):
                 part = (remainder + shift).sub_(shift)
@@ -84,7 +91,3 @@ def _shard_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
         return ()
     axes = enumerate(gradient.placements)
     return tuple(gradient.device_mesh.get_group(axis) for axis, placement in axes if placement.is_shard())
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if is_dtensor(gradient) else gradient

@@ -8,7 +8,7 @@ Experts are DTensors over an axis ``ep``, as transformers' ``DistributedConfig(e
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.core.gradients import Gradients
 from megabatch.core.mesh import DataRanks
@@ -27,14 +26,15 @@ from megabatch.errors import PlanError
 from megabatch.inspection.checksum import checksum
 from megabatch.inspection.mesh_axes import CONTEXT_AXES, DATA_AXES, EXPERT_AXIS, groups_of, is_expert
 from megabatch.inspection.model_facts import with_config
-from megabatch.torch_private.classes import is_dtensor, is_fsdp1
+from megabatch.torch_private.classes import is_dtensor, is_fsdp2
+from megabatch.torch_private.fsdp2_groups import sharded_parameters
 from megabatch.torch_private.module_members import has_compiled
 from megabatch.torch_private.operations import TorchDispatchMode, pytree
 from megabatch.torch_private.process_groups import group_named, is_boxed_group, root_mesh
-from megabatch.wrappers.checks import find_dispatches, refuse_unknown
+from megabatch.wrappers.checks import find_dispatches, is_outer_wrapper, refuse_unknown
 from megabatch.wrappers.collective_order import END, OrderedWrapper
 from megabatch.wrappers.exact_gradients import ExactGradients
-from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups
+from megabatch.wrappers.fsdp2 import FSDP2Wrapper, groups_of_info, managed_groups, managed_ids
 from megabatch.wrappers.rank_sums import agree_on_layouts, sum_over_ranks
 
 SAMPLE_AXES = (*DATA_AXES, EXPERT_AXIS)  # ranks along these see different samples
@@ -78,17 +78,13 @@ class ExpertParallelWrapper(OrderedWrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        hooks: list[Any] = []
-        for number, layer in enumerate(self._layers.values()):
-            hooks.append(layer.register_forward_pre_hook(partial(self._meet_forward, 2 * number)))
-            hooks.append(layer.register_forward_hook(partial(self._watch_backward, 2 * number + 1)))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for number, layer in enumerate(self._layers.values()):
+                hooks.enter_context(layer.register_forward_pre_hook(partial(self._meet_forward, 2 * number)))
+                hooks.enter_context(layer.register_forward_hook(partial(self._watch_backward, 2 * number + 1)))
             with self._watch.of_first_microbatch():
                 yield
             self.meet(END)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def describe_collective(self, number: int) -> str:
         if number < 0:
@@ -101,9 +97,11 @@ class ExpertParallelWrapper(OrderedWrapper):
         self.collective_order.reset()
         with torch.no_grad():
             agree_on_layouts(self.parameters, self.ranks, self._wide)
-            with_gradient = [parameter for parameter in self.parameters if parameter.grad is not None]
-            experts = [local(_gradient(parameter)) for parameter in with_gradient if is_expert(parameter)]
-            dense = [_gradient(parameter) for parameter in with_gradient if not is_expert(parameter)]
+            experts: list[Tensor] = []
+            dense: list[Tensor] = []
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    (experts if is_expert(parameter) else dense).append(local(parameter.grad))
             for group in self._replica_groups:
                 sum_over_ranks(experts, group)
             for group in self.ranks.groups:
@@ -125,14 +123,15 @@ class ExpertParallelWrapper(OrderedWrapper):
 
     def _check_replicas(self, expert_rank: int) -> None:
         """Compare the weights of experts between the ranks that hold the same ones."""
-        experts = {name: parameter for name, parameter in self._model.named_parameters() if is_expert(parameter)}
-        sums = [int(checksum(local(expert.detach()))) % 2**48 for expert in experts.values()]
+        experts = [(name, expert) for name, expert in self._model.named_parameters() if is_expert(expert)]
+        sums = [int(checksum(local(expert.detach()))) % 2**48 for _, expert in experts]
         rows = [row[1:] for row in self.ranks.exchange_numbers([expert_rank, *sums]) if row[0] == expert_rank]
-        same = all(row == rows[0] for row in rows)
-        if not all(is_same for (is_same,) in self.ranks.exchange_numbers([same])):
-            names = [name for name, *checksums in zip(experts, *rows, strict=True) if len(set(checksums)) > 1]
+        places = [place for place, checksums in enumerate(zip(*rows, strict=True)) if len(set(checksums)) > 1]
+        if [True] in self.ranks.exchange_numbers([bool(places)]):
+            # A rank whose own copies agree names the first expert.
+            name, _ = experts[min(places, default=0)]
             raise PlanError(
-                f"parameter {names[0] if names else next(iter(experts))!r} has other weights on ranks that hold the "
+                f"parameter {name!r} has other weights on ranks that hold the "
                 "same experts; seed all ranks alike before the model is made, or load one checkpoint on all"
             )
 
@@ -179,16 +178,13 @@ class SummedOutputs(TorchDispatchMode):
         widths: dict[int, str] = {}
 
         def note_width(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
-            tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim > 1]
-            widths.update((tensor.shape[-1], name) for tensor in tensors)
+            widths.update(dict.fromkeys(_widths_of(output), name))
 
-        hooks = [layer.register_forward_hook(partial(note_width, name)) for name, layer in self._layers.items()]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, layer in self._layers.items():
+                hooks.enter_context(layer.register_forward_hook(partial(note_width, name)))
             with self:
                 yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         if summed := widths.keys() & self._widths:
             raise stranding(
                 PlanError(
@@ -200,11 +196,15 @@ class SummedOutputs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # the operations inside of it come here
-        if func.namespace in ("c10d", "_c10d_functional") and "allreduce" in func.__name__.replace("_", ""):
-            tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.ndim > 1]
-            if dist.get_process_group_ranks(_group_among(args)) in self._groups:
-                self._widths.update(tensor.shape[-1] for tensor in tensors)
+        is_sum = func.namespace in ("c10d", "_c10d_functional") and "allreduce" in func.__name__.replace("_", "")
+        if is_sum and dist.get_process_group_ranks(_group_among(args)) in self._groups:
+            self._widths |= _widths_of(args)
         return func(*args, **(kwargs or {}))
+
+
+def _widths_of(values: Any) -> set[int]:
+    """Return the sizes of the last dim of all tensors that have several."""
+    return {leaf.shape[-1] for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.ndim > 1}
 
 
 def modules_with_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -225,7 +225,7 @@ def wrapper_of_experts(model: nn.Module, inner: nn.Module, mesh: DeviceMesh | No
     Raises:
         PlanError: A wrapper, a mesh, a layout or a layer whose gradient would not be exact.
     """
-    if isinstance(inner, DistributedDataParallel) or is_fsdp1(inner):
+    if is_outer_wrapper(inner):
         raise PlanError(
             f"the model has experts on ranks of their own (mesh axis 'ep') in {type(inner).__name__}, which would sum "
             "the gradients of different experts; shard with fully_shard, or leave the wrapper out"
@@ -233,8 +233,7 @@ def wrapper_of_experts(model: nn.Module, inner: nn.Module, mesh: DeviceMesh | No
     _refuse_shared_samples(inner)
     _refuse_capacity(inner)
     _check_placements(inner)
-    modules: list[FSDPModule] = [module for module in inner.modules() if isinstance(module, FSDPModule)]
-    if modules:
+    if modules := list(filter(is_fsdp2, inner.modules())):
         return ExpertParallelFSDP2(model, modules, _sharded_ranks(model, modules, mesh))
     refuse_unknown(inner)
     return ExpertParallelWrapper(model, _plain_mesh(inner, mesh))
@@ -255,22 +254,17 @@ def _group_among(arguments: Sequence[Any]) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(boxed[0]) if boxed else group_named(arguments[-1])
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None  # those without one were left out
-    return parameter.grad
-
-
 def _plain_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh of all data ranks, with the axis ``ep``."""
-    meshes = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
-    stray = next((layout for layout in meshes if layout != meshes[0] or layout.mesh_dim_names != (EXPERT_AXIS,)), None)
-    if stray is not None:
-        raise PlanError(
-            f"a parameter is a DTensor over the mesh axes {stray.mesh_dim_names} that no wrapper manages; make experts "
-            "DTensors over one mesh of the axis 'ep', and shard over data axes with fully_shard"
-        )
+    meshes = [parameter.device_mesh for parameter in filter(is_dtensor, model.parameters())]
+    for stray in meshes:
+        if stray != meshes[0] or stray.mesh_dim_names != (EXPERT_AXIS,):
+            raise PlanError(
+                f"a parameter is a DTensor over the mesh axes {stray.mesh_dim_names} that no wrapper manages; make "
+                "experts DTensors over one mesh of the axis 'ep', and shard over data axes with fully_shard"
+            )
     mesh = root_mesh(meshes[0]) if mesh is None else mesh
-    _refuse_axes(mesh, [axis for axis in mesh.mesh_dim_names or (None,) if axis not in SAMPLE_AXES])
+    _refuse_axes(mesh, {*(mesh.mesh_dim_names or (None,))}.difference(SAMPLE_AXES))
     if EXPERT_AXIS not in (mesh.mesh_dim_names or ()) or mesh[EXPERT_AXIS] != meshes[0]:
         raise PlanError("the mesh has other ranks along 'ep' than the experts of the model; give both the same mesh")
     if mesh.size() < dist.get_world_size():
@@ -284,9 +278,7 @@ def _plain_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 def _sharded_ranks(model: nn.Module, modules: list[FSDPModule], mesh: DeviceMesh | None) -> DataRanks:
     """Return the ranks that see different samples: those over which FSDP2 reduces what is no expert."""
     groups = managed_groups(model, modules)
-    dense = [
-        group for group in groups if not any(is_expert(fsdp_param.sharded_param) for fsdp_param in group.fsdp_params)
-    ]
+    dense = [group for group in groups if not any(map(is_expert, sharded_parameters(group)))]
     if not dense:
         raise PlanError(
             "every parameter is an expert on ranks of its own, so the ranks that see different samples are not known; "
@@ -295,37 +287,42 @@ def _sharded_ranks(model: nn.Module, modules: list[FSDPModule], mesh: DeviceMesh
     info = dense[0].mesh_info
     if any(group.mesh_info.mesh != info.mesh for group in dense):
         raise PlanError("parameters that are no experts are sharded over different meshes; use one mesh for all")
-    everyone = set(info.mesh.mesh.flatten().tolist())
+    everyone = _ranks_of(info.mesh)
+    managed = managed_ids(dense)
     for name, parameter in model.named_parameters():
-        if is_expert(parameter) and set(parameter.device_mesh.mesh.flatten().tolist()) != everyone:
-            raise PlanError(
-                f"expert {name!r} is on {parameter.device_mesh.size()} ranks with its copies, and FSDP2 reduces other "
-                f"parameters over {len(everyone)}; shard experts over the data ranks that are left beside 'ep'"
-            )
-    managed = {id(parameter.sharded_param) for group in dense for parameter in group.fsdp_params}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not is_expert(parameter) and id(parameter) not in managed:
+        if is_expert(parameter):
+            if _ranks_of(parameter.device_mesh) != everyone:
+                raise PlanError(
+                    f"expert {name!r} is on {parameter.device_mesh.size()} ranks with its copies, and FSDP2 reduces "
+                    f"other parameters over {len(everyone)}; shard experts over the data ranks that are left beside "
+                    "'ep'"
+                )
+        elif parameter.requires_grad and id(parameter) not in managed:
             raise PlanError(
                 f"parameter {name!r} is no expert and is sharded together with experts, over the ranks that hold the "
                 "same ones; call fully_shard on the experts alone first"
             )
-    for axes_mesh in filter(None, (root_mesh(info.mesh), mesh)):
-        _refuse_axes(axes_mesh, [axis for axis in axes_mesh.mesh_dim_names or () if axis in SHARING_AXES])
-    if mesh is not None and set(mesh.mesh.flatten().tolist()) != everyone:
-        raise PlanError(
-            f"the mesh has {mesh.size()} data ranks but FSDP2 reduces over {len(everyone)}, or over others; give "
-            "both the same mesh"
-        )
+    _refuse_axes(root_mesh(info.mesh), SHARING_AXES)
+    if mesh is not None:
+        _refuse_axes(mesh, SHARING_AXES)
+        if _ranks_of(mesh) != everyone:
+            raise PlanError(
+                f"the mesh has {mesh.size()} data ranks but FSDP2 reduces over {len(everyone)}, or over others; give "
+                "both the same mesh"
+            )
     return DataRanks(groups_of_info(info))
 
 
-def _refuse_axes(mesh: DeviceMesh, axes: Sequence[str | None]) -> None:
+def _ranks_of(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
+
+
+def _refuse_axes(mesh: DeviceMesh, axes: Collection[str | None]) -> None:
     """Raise `PlanError` for axes of several ranks that do not go with ``ep``."""
-    sizes = dict(zip(mesh.mesh_dim_names or (None,), mesh.mesh.shape, strict=False))
-    for axis in axes:
-        if sizes[axis] > 1:
+    for axis, size in zip(mesh.mesh_dim_names or (None,), mesh.mesh.shape, strict=False):
+        if size > 1 and axis in axes:
             raise PlanError(
-                f"mesh axis {axis!r} has {sizes[axis]} ranks beside 'ep'; expert parallelism is exact with the data "
+                f"mesh axis {axis!r} has {size} ranks beside 'ep'; expert parallelism is exact with the data "
                 f"axes {', '.join(DATA_AXES)} alone, so leave out cp, tp and pp, and name the axes of all data ranks"
             )
 
@@ -361,12 +358,10 @@ def _refuse_capacity(model: nn.Module) -> None:
 def _check_placements(model: nn.Module) -> None:
     """Refuse parameters over ``ep`` that are not whole experts."""
     for name, parameter in model.named_parameters():
-        if not is_expert(parameter):
-            continue
-        axis = (parameter.device_mesh.mesh_dim_names or ()).index(EXPERT_AXIS)
-        placement = parameter.placements[axis]
-        if not placement.is_shard() or placement.dim != 0:
-            raise PlanError(
-                f"parameter {name!r} is {placement} over the mesh axis 'ep'; shard experts there by their number, "
-                "Shard(0), and leave every other parameter out of it"
-            )
+        if is_expert(parameter):
+            placement = parameter.placements[parameter.device_mesh.mesh_dim_names.index(EXPERT_AXIS)]
+            if not placement.is_shard() or placement.dim != 0:
+                raise PlanError(
+                    f"parameter {name!r} is {placement} over the mesh axis 'ep'; shard experts there by their number, "
+                    "Shard(0), and leave every other parameter out of it"
+                )

@@ -2,9 +2,9 @@
 
 import contextlib
 from collections.abc import Generator
+from itertools import chain
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -13,6 +13,7 @@ from megabatch.core.gradients import Gradients, refuse_float16
 from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import Choice
 from megabatch.errors import PlanError
+from megabatch.torch_private.classes import is_fsdp1
 from megabatch.torch_private.fsdp1_handles import (
     drop_flat_gradient,
     flat_parameters,
@@ -25,6 +26,7 @@ from megabatch.torch_private.fsdp1_handles import (
     summing_flat,
 )
 from megabatch.wrappers.collective_order import END, OrderedWrapper
+from megabatch.wrappers.wide_gradients import is_coarser
 
 
 class FSDP1Wrapper(OrderedWrapper):
@@ -41,13 +43,14 @@ class FSDP1Wrapper(OrderedWrapper):
     def __init__(self, model: nn.Module, fsdp: FullyShardedDataParallel, ranks: DataRanks) -> None:
         super().__init__(model, ranks)
         self._fsdp = fsdp
-        self._states = [cast(Any, module) for module in fsdp.modules() if isinstance(module, FullyShardedDataParallel)]
+        self._states = _states_of(fsdp)
         if any(map(has_comm_hook, self._states)):
             raise PlanError(
                 "FSDP1 has a communication hook, which is not known to average or to sum over its ranks; leave it out"
             )
         self._is_sharded = fsdp.sharding_strategy != ShardingStrategy.NO_SHARD
-        if self._is_sharded:  # a flat shard is a plain tensor, so torch's norm would be that of this shard alone
+        if self._is_sharded:
+            # A flat shard is a plain tensor, so torch's norm would be that of this shard alone.
             self.norm_groups = [cast(dist.ProcessGroup, fsdp.process_group)]
         else:
             self.loss_factor = float(ranks.num_weighing)
@@ -99,38 +102,46 @@ class FSDP1Wrapper(OrderedWrapper):
                 reshard_flat(state)
 
     def check_unchanged(self) -> None:
-        self.reshard()  # an evaluation's forward leaves other parameters to be seen
+        # An evaluation's forward leaves other parameters to be seen.
+        self.reshard()
         super().check_unchanged()
 
     def discard(self) -> None:
         self.collective_order.reset()
-        for state in self._states:  # a failed backward leaves parameters gathered, and sums beside p.grad
+        # A failed backward leaves parameters gathered, and sums beside p.grad.
+        for state in self._states:
             reshard_flat(state)
             drop_flat_gradient(state)
 
     def _check_precision(self) -> None:
         parameter_dtypes = {parameter.dtype for parameter in self.parameters}
         for state in self._states:
-            dtypes = state.mixed_precision.param_dtype, state.mixed_precision.reduce_dtype
-            refuse_float16(("a dtype of FSDP1's MixedPrecision", dtype) for dtype in dtypes)
-            used = state.mixed_precision.reduce_dtype or state.mixed_precision.param_dtype
-            if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in parameter_dtypes):
+            policy = state.mixed_precision
+            refuse_float16(
+                ("a dtype of FSDP1's MixedPrecision", dtype) for dtype in (policy.param_dtype, policy.reduce_dtype)
+            )
+            used = policy.reduce_dtype or policy.param_dtype
+            if is_coarser(used, parameter_dtypes):
                 raise PlanError(
                     f"FSDP1 would accumulate and reduce gradients in {used}, coarser than the parameters; leave "
                     "MixedPrecision out, or shard with fully_shard and MixedPrecisionPolicy(reduce_dtype=torch.float32)"
                 )
 
 
+def _states_of(fsdp: FullyShardedDataParallel) -> list[Any]:
+    return list(filter(is_fsdp1, fsdp.modules()))
+
+
 def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[dist.ProcessGroup]:
     """Return the process groups over which FSDP1 reduces all parameters. Raises `PlanError` if they differ."""
-    states = [cast(Any, module) for module in fsdp.modules() if isinstance(module, FullyShardedDataParallel)]
+    states = _states_of(fsdp)
     if any(
         (state.process_group, state.sharding_strategy) != (fsdp.process_group, fsdp.sharding_strategy)
         for state in states
     ):
         raise PlanError("FSDP1 shards parts of the model over different ranks or in different ways; use one for all")
     # FSDP1 replaces parameters by flat ones; what it ignores stays as it was.
-    managed = {id(parameter) for state in states for parameter in flat_parameters(state)}
+    managed = set(map(id, chain.from_iterable(map(flat_parameters, states))))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in managed:
             raise PlanError(

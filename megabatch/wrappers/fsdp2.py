@@ -5,7 +5,8 @@ the same gradient.
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megabatch.core.gradients import Gradients, refuse_float16
 from megabatch.core.mesh import DataRanks
-from megabatch.core.wrapper import CHANGED, Choice, stranding
+from megabatch.core.wrapper import CHANGED, REQUIRES_GRAD, Choice, stranding
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private.fsdp2_groups import (
     adopt_parameters,
@@ -33,15 +34,35 @@ from megabatch.torch_private.fsdp2_groups import (
     reducing_in_one_dtype,
     reducing_to,
     refuse_backward_to,
+    sharded_parameters,
     unsharded_parameters,
 )
 from megabatch.torch_private.versions import check_feature
 from megabatch.wrappers.collective_order import END, OrderedWrapper
+from megabatch.wrappers.wide_gradients import is_coarser
 
 UNREDUCED = (
     "FSDP2 left gradients unreduced, since the loss did not go through the module that fully_shard was given last; "
     "call that module, and compute the loss from the tensors that it returns"
 )
+# The reason for each policy; the first is that of "auto".
+REPLICATED_CHOICES = {
+    "last": "replicas keep their whole gradient anyway: one all-reduce, in the last backward",
+    "every": "as asked: replicate all-reduces the whole gradient with each microbatch",
+}
+TRADES_OF_MEMORY = {
+    "last": "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch",
+    "gather_once": "as asked: FSDP2 gathers parameters once per call, and keeps them until its last backward",
+}
+SHARDED_CHOICES = {
+    "every": "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept",
+    **TRADES_OF_MEMORY,
+}
+HYBRID_CHOICES = {
+    "replica_last": "HSDP reduce-scatters each microbatch, and all-reduces its shard once, in the last",
+    "every": "as asked: HSDP reduce-scatters and all-reduces with each microbatch",
+    **TRADES_OF_MEMORY,
+}
 
 
 class FSDP2Wrapper(OrderedWrapper):
@@ -60,8 +81,11 @@ class FSDP2Wrapper(OrderedWrapper):
         self._trained = [parameter.requires_grad for parameter in model.parameters()]
         self._has_shards = any(hasattr(group.mesh_info, "shard_process_group") for group in self._groups)
         self._has_replicas = any(hasattr(group.mesh_info, "replicate_process_group") for group in self._groups)
+        self._choices = SHARDED_CHOICES
         if not self._has_shards:
-            self.kind_name = "replicate"
+            self.kind_name, self._choices = "replicate", REPLICATED_CHOICES
+        elif self._has_replicas:
+            self._choices = HYBRID_CHOICES
         check_precision(modules, self.parameters)
         for module in modules:  # neither setter reaches the children
             module.set_gradient_divide_factor(1.0)
@@ -97,22 +121,10 @@ class FSDP2Wrapper(OrderedWrapper):
         return False  # every forward gathers parameters
 
     def choose(self, policy: str) -> Choice:
-        if not self._has_shards:
+        if policy not in self._choices:
             self._refuse_sharded_policy(policy)
-            if policy == "every":
-                return "every", "as asked: replicate all-reduces the whole gradient with each microbatch"
-            return "last", "replicas keep their whole gradient anyway: one all-reduce, in the last backward"
-        # The user trades memory for traffic.
-        if policy == "last":
-            return "last", "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
-        if policy == "gather_once":
-            return policy, "as asked: FSDP2 gathers parameters once per call, and keeps them until its last backward"
-        if not self._has_replicas:
-            self._refuse_sharded_policy(policy)
-            return "every", "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept"
-        if policy == "every":
-            return "every", "as asked: HSDP reduce-scatters and all-reduces with each microbatch"
-        return "replica_last", "HSDP reduce-scatters each microbatch, and all-reduces its shard once, in the last"
+            policy = next(iter(self._choices))
+        return policy, self._choices[policy]
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
@@ -170,7 +182,7 @@ class FSDP2Wrapper(OrderedWrapper):
             self.is_held = False
             self._set(reduce=True, all_reduce=True, last=True)
             # A model of a list that no rank has used keeps its gradients None, which optimizers skip.
-            if any(is_used for (is_used,) in self.ranks.exchange_numbers([holds_fsdp_gradients(self._groups)])):
+            if [True] in self.ranks.exchange_numbers([holds_fsdp_gradients(self._groups)]):
                 with self._reducing_wide():
                     reduce_fsdp_gradients(self._modules)
                 if holds_fsdp_gradients(self._groups):
@@ -216,7 +228,7 @@ def managed_groups(model: nn.Module, modules: list[FSDPModule]) -> list[Any]:
     """Return FSDP2's groups of parameters. Raises `PlanError` for a trained parameter in none of them."""
     groups = param_groups(modules)
     adopt_parameters(groups)
-    managed = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+    managed = managed_ids(groups)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in managed:
             raise PlanError(
@@ -226,20 +238,21 @@ def managed_groups(model: nn.Module, modules: list[FSDPModule]) -> list[Any]:
     return groups
 
 
+def managed_ids(groups: Sequence[Any]) -> set[int]:
+    """Return the ids of the parameters in groups of FSDP2."""
+    return set(map(id, chain.from_iterable(map(sharded_parameters, groups))))
+
+
 def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:
     """Return the process groups over which FSDP2 reduces. Raises `PlanError` for a trained parameter without one."""
-    groups = managed_groups(model, modules)
-    infos = [
-        group.mesh_info
-        for group in groups
-        if any(fsdp_param.sharded_param.requires_grad for fsdp_param in group.fsdp_params)
-    ]
-    if any(info.mesh != infos[0].mesh for info in infos):
+    groups = [group for group in managed_groups(model, modules) if any(map(REQUIRES_GRAD, sharded_parameters(group)))]
+    info = groups[0].mesh_info
+    if any(group.mesh_info.mesh != info.mesh for group in groups):
         raise PlanError(
             "the model's parameters are sharded over different meshes; use one mesh for all, and name the axis "
             "'ep' that deals out experts"
         )
-    return groups_of_info(infos[0])
+    return groups_of_info(info)
 
 
 def groups_of_info(info: Any) -> list[dist.ProcessGroup]:
@@ -253,9 +266,9 @@ def check_precision(modules: Sequence[Any], trainable: list[nn.Parameter]) -> No
     parameter_dtypes = {parameter.dtype for parameter in trainable}
     for module in modules:
         policy = fsdp_policy(module)
-        refuse_float16((f"FSDP2's {name}", getattr(policy, name)) for name in ("param_dtype", "reduce_dtype"))
+        refuse_float16([("FSDP2's param_dtype", policy.param_dtype), ("FSDP2's reduce_dtype", policy.reduce_dtype)])
         used = policy.reduce_dtype or policy.param_dtype
-        if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in parameter_dtypes):
+        if is_coarser(used, parameter_dtypes):
             raise PlanError(
                 f"FSDP2 would accumulate and reduce gradients in {used}, coarser than the parameters; "
                 "give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
@@ -264,17 +277,13 @@ def check_precision(modules: Sequence[Any], trainable: list[nn.Parameter]) -> No
 
 def check_wide(modules: Sequence[Any], wide: Gradients, trainable: list[nn.Parameter]) -> None:
     """Refuse where FSDP2 would reduce in a coarser dtype than gradients are to be added in."""
-    policies = map(fsdp_policy, modules)
-    check_reduction(wide, trainable, [policy.reduce_dtype or policy.param_dtype for policy in policies])
-
-
-def check_reduction(wide: Gradients, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]) -> None:
-    """Refuse a wrapper that reduces in a coarser dtype than ``wide``. None in ``dtypes`` is the parameter's own."""
-    parameter_dtypes = [parameter.dtype for parameter in parameters]
-    for used in (
-        {dtype or parameter_dtype for dtype in dtypes for parameter_dtype in parameter_dtypes} if wide.widens else ()
-    ):
-        if torch.finfo(used).eps > torch.finfo(wide.dtype or used).eps:
+    if wide.dtype is None or not wide.widens:
+        return
+    coarsest = max((parameter.dtype for parameter in trainable), key=lambda dtype: torch.finfo(dtype).eps)
+    for module in modules:
+        policy = fsdp_policy(module)
+        used = policy.reduce_dtype or policy.param_dtype or coarsest
+        if is_coarser(used, [wide.dtype]):
             raise PlanError(
                 f"accumulate_dtype is {wide.dtype} but FSDP2 reduces gradients in {used}; "
                 f"give MixedPrecisionPolicy(reduce_dtype={wide.dtype})"

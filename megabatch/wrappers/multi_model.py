@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
+from itertools import chain
 
 from torch import nn
 
@@ -19,7 +20,7 @@ class MultiModelWrapper(OrderedWrapper):
 
     def __init__(self, wrappers: Sequence[Wrapper], frozen: Sequence[nn.Module]) -> None:
         """``frozen`` are the models without a trained parameter. They have no wrapper."""
-        self.parameters = [parameter for wrapper in wrappers for parameter in wrapper.parameters]
+        self.parameters = list(chain.from_iterable(wrapper.parameters for wrapper in wrappers))
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise PlanError("two of the models share a parameter, which would be reduced twice; give each to one model")
         # One loss has one factor and one norm, so all models must be reduced alike.
@@ -37,9 +38,8 @@ class MultiModelWrapper(OrderedWrapper):
         self.replaces_gradients = any(wrapper.replaces_gradients for wrapper in wrappers)
         self.writes_buffers = any(wrapper.writes_buffers for wrapper in wrappers)
         self.forwards_meet = any(wrapper.forwards_meet for wrapper in wrappers)
-        self.models = [*(model for wrapper in wrappers for model in wrapper.models), *frozen]
-        # Their buckets are launched in the order of the backward over all models.
-        self._ddps = [wrapper.ddp for wrapper in wrappers if isinstance(wrapper, DDPWrapper)]
+        self.models = [*chain.from_iterable(wrapper.models for wrapper in wrappers), *frozen]
+        self._ddp_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, DDPWrapper)]
         self.collective_order, self.index = CollectiveOrder(), 0
         # One hash, since the order between models matters too.
         for index, wrapper in enumerate(wrappers):
@@ -60,7 +60,7 @@ class MultiModelWrapper(OrderedWrapper):
 
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:
-        return [parameter for wrapper in self.wrappers for parameter in wrapper.accumulating]
+        return list(chain.from_iterable(wrapper.accumulating for wrapper in self.wrappers))
 
     @property
     def is_microbatch_local(self) -> bool:
@@ -69,7 +69,8 @@ class MultiModelWrapper(OrderedWrapper):
     def choose(self, policy: str) -> Choice:
         # The reason of the last wrapper with a policy is shown for all of them.
         choices = dict(wrapper.choose(policy) for wrapper in self.wrappers)
-        if len(choices) > 1:  # a plain model beside a sharded one: it is summed once, whatever the policy
+        if len(choices) > 1:
+            # A plain model beside a sharded one is summed once, whatever the policy.
             choices.pop("last", None)
         if len(choices) > 1:
             raise PlanError(f"the models need different sync policies, {' and '.join(choices)}; wrap all alike")
@@ -80,8 +81,10 @@ class MultiModelWrapper(OrderedWrapper):
         with contextlib.ExitStack() as stack:
             for wrapper in self.wrappers:
                 stack.enter_context(wrapper.microbatch(policy, last=last))
-            if not self.ranks.is_alone:  # DDP launches buckets from C++, where no Python hook sees them
-                stack.enter_context(noting_launches(self._ddps, self.note_collective))
+            if not self.ranks.is_alone:
+                # DDP launches buckets from C++, in the order of the backward over all models.
+                ddps = [wrapper.ddp for wrapper in self._ddp_wrappers]
+                stack.enter_context(noting_launches(ddps, self.note_collective))
             yield
 
     @contextlib.contextmanager
@@ -94,19 +97,18 @@ class MultiModelWrapper(OrderedWrapper):
     def begin_call(self, policy: str) -> None:
         for wrapper in self.wrappers:
             wrapper.begin_call(policy)
-        if self._has_two_factors():  # one DDP has a communication hook, say
-            for wrapper in self.wrappers:
-                if isinstance(wrapper, DDPWrapper):
-                    wrapper.average()
+        # One DDP may have a communication hook.
+        if self._has_two_factors():
+            for wrapper in self._ddp_wrappers:
+                wrapper.average()
         self._follow()
 
     def hold_reduction(self, policy: str) -> None:
         for wrapper in self.wrappers:
             wrapper.hold_reduction(policy)
         if self._has_two_factors():
-            for wrapper in self.wrappers:
-                if isinstance(wrapper, DDPWrapper):
-                    wrapper.release_reduction()
+            for wrapper in self._ddp_wrappers:
+                wrapper.release_reduction()
         self._follow()
 
     def before_agreement(self, *, is_new: bool) -> None:

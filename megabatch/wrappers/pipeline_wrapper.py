@@ -56,7 +56,7 @@ class PipelineWrapper(MultiModelWrapper):
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
         self.new_planner = pipeline.new_planner
-        meet = self.forwards_meet or self._ddps or self.ranks.context_groups
+        meet = self.forwards_meet or self._ddp_wrappers or self.ranks.context_groups
         pipeline.ranks_meet = bool(meet) and self.ranks.num_all > self.stage_ranks.num_all
         pipeline.agree_on_tied()
         if pipeline.tied is not None:

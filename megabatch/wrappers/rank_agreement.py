@@ -8,15 +8,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from megabatch.core.wrapper import Wrapper, local
 from megabatch.errors import PlanError
 from megabatch.inspection.checksum import checksum
-from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
+from megabatch.torch_private.classes import is_fsdp1, is_fsdp2
 from megabatch.torch_private.module_members import name_without_wrappers
 from megabatch.torch_private.operations import is_traceable_wrapper_subclass
+from megabatch.wrappers.checks import is_beyond_tp, is_outer_wrapper
 
 Facts = list[tuple[str, str]]  # what a fact is about, and what it says, as shown in an error
 
@@ -34,14 +34,13 @@ def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.
     facts = settings + _structure(wrapper.models)
     weights = _checksums(wrapper.models)
     digests = ranks.exchange_numbers([_digest(facts), _digest(weights)])
-    starts = range(0, ranks.num_all, ranks.num_weighing)  # the first row of each tp and pp coordinate
-    if all(digests[i] == digests[start] for start in starts for i in range(start, start + ranks.num_weighing)):
+    # The first row of each tp and pp coordinate, for every rank of it.
+    first_rows = [row // ranks.num_weighing * ranks.num_weighing for row in range(ranks.num_all)]
+    if digests == [digests[first_row] for first_row in first_rows]:
         return
     reports: list[tuple[int, Facts, Facts]] = ranks.exchange_objects((dist.get_rank(), facts, weights))
-    for start in starts:
-        first, *further_reports = reports[start : start + ranks.num_weighing]
-        for report in further_reports:
-            _compare(first, report)
+    for first_row, report in zip(first_rows, reports, strict=True):
+        _compare(reports[first_row], report)
 
 
 def _compare(first: tuple[int, Facts, Facts], second: tuple[int, Facts, Facts]) -> None:
@@ -54,7 +53,7 @@ def _compare(first: tuple[int, Facts, Facts], second: tuple[int, Facts, Facts]) 
                 f"{b[0]} is {b[1]} on rank {second[0]}; make the model, freeze it and choose sync, accumulate_dtype "
                 "and planner alike on all ranks"
             )
-    for a, b in zip(first[2], second[2], strict=True):  # of the same parameters
+    for a, b in zip(first[2], second[2], strict=True):
         if a != b:
             raise PlanError(
                 f"{a[0]} has other weights on rank {first[0]} than on rank {second[0]}, and no wrapper broadcasts "
@@ -64,41 +63,35 @@ def _compare(first: tuple[int, Facts, Facts], second: tuple[int, Facts, Facts]) 
 
 
 def _structure(models: Sequence[nn.Module]) -> Facts:
-    return [
-        (name, f"{_shape(parameter, model)} {parameter.dtype} {'trained' if parameter.requires_grad else 'frozen'}")
-        for name, parameter, model in _parameters(models)
-    ]
+    facts: Facts = []
+    for name, parameter, model in _parameters(models):
+        state = "trained" if parameter.requires_grad else "frozen"
+        facts.append((name, f"{_shape(parameter, model)} {parameter.dtype} {state}"))
+    return facts
 
 
 def _shape(parameter: Tensor, model: nn.Module) -> str:
     """Return the whole shape. It is unknown for FSDP1, whose parameters are pieces of a flat one."""
-    is_piece = any(map(is_fsdp1, model.modules()))
-    is_lazy = isinstance(parameter, UninitializedParameter)  # whose shape comes with the first forward
-    return "sharded" if is_piece else "lazy" if is_lazy else str(tuple(parameter.shape))
+    if any(map(is_fsdp1, model.modules())):
+        return "sharded"
+    # The shape of a lazy parameter comes with the first forward.
+    return "lazy" if isinstance(parameter, UninitializedParameter) else str(tuple(parameter.shape))
 
 
 def _checksums(models: Sequence[nn.Module]) -> Facts:
-    """Compute a checksum of each parameter that every rank holds itself. Wait once for each device."""
+    """Return a checksum of each parameter that every rank holds itself."""
     replicated = [model for model in models if not any(map(_is_wrapper, model.modules()))]
-    sums: dict[str, Tensor] = {}
+    facts: Facts = []
     with torch.no_grad():
         for name, parameter, _ in _parameters(replicated):
-            pieces = [checksum(tensor) for tensor in _local_tensors(parameter)]
+            pieces = [int(checksum(tensor)) for tensor in _local_tensors(parameter)]
             if pieces:
-                sums[name] = torch.stack([piece.to(pieces[0].device) for piece in pieces]).sum()
-        by_device: dict[torch.device, list[str]] = {}
-        for name, tensor in sums.items():
-            by_device.setdefault(tensor.device, []).append(name)
-        numbers = {
-            name: number
-            for names in by_device.values()
-            for name, number in zip(names, torch.stack([sums[key] for key in names]).tolist(), strict=True)
-        }
-    return [(name, str(numbers[name])) for name in sums]
+                facts.append((name, str(sum(pieces))))
+    return facts
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel) or is_fsdp1(module) or is_fsdp2(module)
+    return is_outer_wrapper(module) or is_fsdp2(module)
 
 
 def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
@@ -110,10 +103,12 @@ def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 def _local_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield this rank's plain tensors that must be equal on data ranks. Yield nothing for a meta tensor."""
-    if is_dtensor(tensor) and tuple(tensor.device_mesh.mesh_dim_names or ()) != ("tp",):
-        return  # a frozen model that is sharded over ranks which see different samples
+    # A frozen model may be sharded over ranks that see different samples.
+    if is_beyond_tp(tensor):
+        return
     tensor = local(tensor.detach())
-    if is_traceable_wrapper_subclass(tensor):  # a quantized tensor, say, of several plain ones
+    # A quantized tensor holds several plain ones.
+    if is_traceable_wrapper_subclass(tensor):
         for name in cast(Any, tensor).__tensor_flatten__()[0]:
             if isinstance(inner := getattr(tensor, name), Tensor):
                 yield from _local_tensors(inner)

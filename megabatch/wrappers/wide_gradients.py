@@ -1,7 +1,7 @@
 """Gradients in a wider dtype than their parameters."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,11 @@ class WideGradients(Gradients):
         self.widens = bool(self._widened)
         refuse_float16([("accumulate_dtype", dtype)])
         for parameter in self._widened:
-            _require_wider(dtype, parameter.dtype)
+            if dtype is None or not dtype.is_floating_point or is_coarser(dtype, [parameter.dtype]):
+                raise PlanError(
+                    f"accumulate_dtype is {dtype}, coarser than parameters in {parameter.dtype}; leave it out, or give "
+                    "a finer one"
+                )
 
     def begin(self) -> None:
         """Start to widen, before the first microbatch of an update, when every old ``p.grad`` is None."""
@@ -71,8 +75,6 @@ class WideGradients(Gradients):
             parameter.grad = parameter.grad.to(self.dtype)
 
 
-def _require_wider(dtype: torch.dtype | None, of_parameter: torch.dtype) -> None:
-    if dtype is None or not dtype.is_floating_point or torch.finfo(dtype).eps > torch.finfo(of_parameter).eps:
-        raise PlanError(
-            f"accumulate_dtype is {dtype}, coarser than parameters in {of_parameter}; leave it out, or give a finer one"
-        )
+def is_coarser(dtype: torch.dtype | None, dtypes: Collection[torch.dtype]) -> bool:
+    """Return True if a dtype rounds more than any of the others. None is no dtype of its own."""
+    return dtype is not None and any(torch.finfo(dtype).eps > torch.finfo(finer).eps for finer in dtypes)

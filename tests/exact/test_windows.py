@@ -34,7 +34,7 @@ PLANTED = {  # bugs, and the jobs that see each
     Mutation("divide each call by its own weight", "core/divisors.py",
              '"""Keep the divisors that were told."""', "self.by_term = _divisors_of(weights)"): told("plain", "terms"),
     Mutation("keep the factor of a mean", "wrappers/ddp.py",
-             " or self.is_held else float", " else float"): told("ddp"),
+             "self._sums or self._waits else", "self._sums or self._is_local else"): told("ddp"),
     Mutation("reduce with each call", "wrappers/ddp.py",
              'if policy == "last" and not self._hooks', "if False"):
         (COUNT, "opened:ddp:last:2:1", "opened:ddp:last:2:3"),
