@@ -15,21 +15,32 @@ from torch import Tensor
 from megabatch.torch_private.classes import is_dtensor, local_tensor
 from megabatch.torch_private.dtensors import first_of_shard, num_replicas
 
-NUM_BINS = 1 << 14  # of a sketch; lengths and angles are kept to 1 %
-NUM_SIGNS = 1_048_583  # a prime above NUM_BINS, so that numbers in one bin have signs of their own
-CHUNK_NUMBERS = 1 << 22  # of logits that are read at once
-CONFIDENT = 0.01  # below this probability of all other classes, the target's own entry is rounded away
-ROUNDING = 1e-5  # a residual below which no label smoothing is searched
+# Of a sketch; lengths and angles are kept to 1 %.
+NUM_BINS = 1 << 14
+# A prime above NUM_BINS, so that numbers in one bin have signs of their own.
+NUM_SIGNS = 1_048_583
+# Of logits that are read at once.
+CHUNK_NUMBERS = 1 << 22
+# Below this probability of all other classes, the target's own entry is rounded away.
+CONFIDENT = 0.01
+# A residual below which no label smoothing is searched.
+ROUNDING = 1e-5
 MAX_SMOOTHING = 0.9
 
 
 class TokenWeights(NamedTuple):
-    """Weights of the target tokens whose losses reached some logits."""
+    """Weights of the target tokens whose losses reached some logits.
 
-    weights: Tensor  # float64 [targets], on the CPU
-    positions: Tensor  # int64 [targets]: rows of the flattened logits
-    residual: float  # relative length of the gradient that is no cross-entropy's
-    smoothing: float  # label smoothing
+    Attributes:
+        weights: float64 [targets], on the CPU.
+        positions: int64 [targets], rows of the flattened logits.
+        residual: Relative length of the gradient that is no cross-entropy's.
+    """
+
+    weights: Tensor
+    positions: Tensor
+    residual: float
+    smoothing: float
 
 
 def measure_weights(gradient: Tensor, logits: Tensor) -> TokenWeights:
@@ -68,7 +79,8 @@ def _fit_rows(d: Tensor, p: Tensor, smoothing: float | None) -> tuple[Tensor, Te
     wrong_classes = p.scatter(-1, y, 0.0)
     wrong_mass = wrong_classes.sum(-1, keepdim=True)
     if smoothing is None or not smoothing:
-        e = wrong_classes.scatter(-1, y, -wrong_mass)  # softmax - onehot, without cancellation
+        # This is softmax - onehot, without cancellation.
+        e = wrong_classes.scatter(-1, y, -wrong_mass)
         confident = wrong_mass < CONFIDENT
         along = torch.where(confident, wrong_classes, e)
         c = (d * along).sum(-1, keepdim=True) / (along * e).sum(-1, keepdim=True).clamp_min(torch.finfo(d.dtype).tiny)
@@ -98,7 +110,8 @@ def _smoothing_of(d: Tensor, e: Tensor, y: Tensor) -> float:
     du = d.gather(-1, y)[:, 0] - d.mean(-1)
     uu = 1 - 1 / e.shape[-1]
     determinant = ee * uu - eu * eu
-    c, cs = uu * de - eu * du, ee * du - eu * de  # both times the determinant
+    # Both are times the determinant.
+    c, cs = uu * de - eu * du, ee * du - eu * de
     known = determinant > 1e-12 * ee
     return float((c * cs)[known].sum() / (c * c)[known].sum()) if known.any() else 0.0
 
@@ -112,19 +125,17 @@ class Sketcher:
 
     def __init__(self) -> None:
         self._signs: dict[torch.device, Tensor] = {}
-        self._parameters: dict[int, tuple[int, Any]] = {}  # id → its first sign, and the parameter, which keeps the id
+        # The first sign of each parameter, and the parameter, which keeps its id.
+        self._parameters: dict[int, tuple[int, Any]] = {}
 
     @property
     def parameters(self) -> list[Any]:
         """The parameters that were added, in order."""
         return [parameter for _, parameter in self._parameters.values()]
 
-    def add_parameter(self, parameter: Any) -> bool:
-        """Give a parameter signs of its own; return False if it has some."""
-        if id(parameter) in self._parameters:
-            return False
-        self._parameters[id(parameter)] = ((len(self._parameters) * 104_729) % NUM_SIGNS, parameter)
-        return True
+    def add_parameter(self, parameter: Any) -> None:
+        """Give a parameter signs of its own, unless it has some."""
+        self._parameters.setdefault(id(parameter), ((len(self._parameters) * 104_729) % NUM_SIGNS, parameter))
 
     def add_sketch(self, total: Tensor | None, parameter: Any, gradient: Any) -> Tensor:
         """Add the sketch of a parameter's gradient to ``total``, float64 [NUM_BINS]; None begins a new one.

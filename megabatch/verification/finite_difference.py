@@ -12,10 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from megabatch.torch_private.operations import pytree
 
-STEPS = (1e-4, 1e-5, 1e-6)  # relative to the moved tensors; each in its own direction
-OFFSET = 1e-3  # from the model's own point, where a loss may have a kink
+# Relative to the moved tensors; each in its own direction.
+STEPS = (1e-4, 1e-5, 1e-6)
+# From the model's own point, where a loss may have a kink.
+OFFSET = 1e-3
 TOLERANCE = 1e-3
-READS = ("detach", "item", "tolist", "numpy")  # operations that leave the graph
+# Operations that leave the graph.
+READS = {"detach", "item", "tolist", "numpy"}
 Loss = Callable[[], Tensor]
 
 
@@ -34,27 +37,27 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
     for line in (_Outputs(models, generator), _Parameters(models, generator)):
         tape = _Tape()
         with line.moved(), torch.enable_grad():
+            # Transforms of torch.func refuse a change of what they differentiate.
             try:
                 with tape:
                     base = loss()
-            except Exception:  # transforms of torch.func refuse a change of what they differentiate
+            except Exception:
                 continue
-            if not line.leaves:  # the loss calls only parts of the models
+            # The loss calls only parts of the models.
+            if not line.leaves:
                 continue
             if any(isinstance(leaf, DTensor) for leaf in line.leaves):
                 return False
+            # Reentrant checkpoints have no gradient of chosen inputs. Another branch of a loss may raise anything.
             try:
                 gradients = torch.autograd.grad(base, line.leaves, materialize_grads=True)
-            except RuntimeError:  # reentrant checkpoints have no gradient of chosen inputs
+                wide, narrow = (_central(line, tape, loss, width) for width in (step, step / 2))
+            except Exception:
                 return False
-            slopes = [(slope * gradient).flatten() for slope, gradient in zip(gradients, line.directions, strict=True)]
+            pairs = zip(gradients, line.directions, strict=True)
+            slopes = [(slope * gradient).flatten() for slope, gradient in pairs]
             expected = float(sum(slope.sum() for slope in slopes))
             size = float(torch.stack([slope.norm() for slope in slopes]).norm())
-            del gradients, slopes
-            try:
-                wide, narrow = (_central(line, tape, loss, width) for width in (step, step / 2))
-            except Exception:  # a loss that takes another branch may raise anything
-                return False
         if tape.is_unsure:
             return False
         off, rounding = abs(narrow - expected), 1e-13 * abs(float(base.detach())) / step
@@ -104,17 +107,15 @@ class _Outputs(_Line):
     def __init__(self, models: Sequence[nn.Module], generator: torch.Generator) -> None:
         super().__init__(models, generator)
         self._offsets: list[Tensor] = []
-        self._at: float | None = None  # None: the first evaluation
+        self._at: float | None = None
         self._number = 0
 
     @contextlib.contextmanager
     def moved(self) -> Generator[None]:
-        handles = [model.register_forward_hook(self._move_output) for model in self._models]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for model in self._models:
+                hooks.enter_context(model.register_forward_hook(self._move_output))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def move(self, at: float) -> None:
         self._at, self._number = at, 0
@@ -160,13 +161,16 @@ class _Parameters(_Line):
 
 
 class _Tape(TorchFunctionMode):
-    """Records values read out of the graph in a first evaluation, and returns them in each later one."""
+    """Records values read out of the graph in a first evaluation, and returns them in each later one.
+
+    Trained parameters that are used without a gradient are not recorded, and make the tape unsure.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._read: list[Any] = []
-        self._number: int | None = None  # of the next value to return; None: the first evaluation
-        self.is_unsure = False  # true if trained parameters were used without a gradient, which is not recorded
+        self._number: int | None = None
+        self.is_unsure = False
 
     def begin_again(self) -> None:
         self._number = 0

@@ -33,7 +33,11 @@ DOUBLE = {
     **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
 }
 IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")  # they concern the tensor objects
+# Functions that concern the tensor objects, and casts that are left out.
+AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")
+NARROWING = ("float", "half", "bfloat16", "cfloat")
+# Settings of DDP that its constructor takes.
+DDP_SETTINGS = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 class Float64WithoutDropout(TorchFunctionMode):
@@ -45,30 +49,34 @@ class Float64WithoutDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if "dropout" in name and "attention" not in name and args:
-            return args[0] if name != "native_dropout" else (args[0], torch.ones_like(args[0], dtype=torch.bool))
+        if name == "native_dropout":
+            return args[0], torch.ones_like(args[0], dtype=torch.bool)
+        if "dropout" in name and args:
+            return args[0]
         if name == "scaled_dot_product_attention":
             kwargs["dropout_p"] = 0.0
         if name not in AS_THEY_ARE and any(map(_is_double, [*args, *kwargs.values()])):
             args, kwargs = _widen(name, args, kwargs)
         if args and _is_double(args[0]):
-            if name in ("float", "half", "bfloat16", "cfloat"):
+            if name in NARROWING:
                 return args[0]
             if name == "_grouped_mm" and args[0].ndim == 2 and kwargs.get("offs") is not None:
                 return _grouped_mm(args[0], args[1], kwargs["offs"])
-            args = tuple(_keep_dtype(value) for value in args)
+            args = tuple(map(_keep_dtype, args))
             kwargs = {key: _keep_dtype(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def _widen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments in float64, except one that the operation writes to."""
+    named = {key: _double(argument) for key, argument in kwargs.items()}
+    if "out" in kwargs:
+        named["out"] = kwargs["out"]
+    widened = tuple(map(_double, args))
     is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    if is_in_place and args and not _is_double(args[0]):
-        return args, kwargs
-    first, widened = (args[:1], args[1:]) if is_in_place else ((), args)
-    named = {key: argument if key == "out" else _double(argument) for key, argument in kwargs.items()}
-    return (*first, *map(_double, widened)), named
+    if not is_in_place or not args:
+        return widened, named
+    return ((args[0], *widened[1:]), named) if _is_double(args[0]) else (args, kwargs)
 
 
 def _is_double(value: Any) -> bool:
@@ -116,26 +124,31 @@ def float64_copy(model: nn.Module) -> nn.Module:
     experts = {id(expert) for dispatch in find_dispatches(model) for expert in _experts_of(model, dispatch)}
     for module in model.modules():
         for leaf in pytree.tree_leaves(list(vars(module).values())):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # the weight of weight_norm: deepcopy refuses it
+            # deepcopy refuses the weight of weight_norm, which is computed.
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 memo[id(leaf)] = leaf.detach().clone()
             elif isinstance(leaf, DTensor) and (states or id(leaf) in experts):
                 memo[id(leaf)] = nn.Parameter(cast(DTensor, leaf.detach()).full_tensor(), leaf.requires_grad)
-    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    # FSDP2 has replaced the classes of modules by some that cannot be copied.
+    kinds = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     try:
-        for module, kind in sharded:  # FSDP2 has replaced the module's class by one that cannot be copied
+        for module, kind in kinds.items():
             cast(Any, module).__class__ = kind.__bases__[1]
         copied = copy.deepcopy(model, memo)
     finally:
-        for module, kind in sharded:
+        for module, kind in kinds.items():
             cast(Any, module).__class__ = kind
-    for module in copied.modules() if states else ():
-        _remove_fsdp2(module)
     _gather_experts(copied, model)
-    apply_to_tensors(copied, _double)  # double() leaves complex numbers as they are
+    # double() leaves complex numbers as they are.
+    apply_to_tensors(copied, _double)
     for module in copied.modules():
-        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):  # their dropout is inside of one operation
+        if states:
+            _remove_fsdp2(module)
+        # Their dropout is inside of one operation.
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             module.dropout = 0.0
-    return copied if model.training else copied.train()  # modules frozen by eval() stay so in a training model
+    # Modules that were frozen by eval() stay so in a model that trains.
+    return copied if model.training else copied.train()
 
 
 def stay_in_float64(model: nn.Module) -> None:
@@ -158,23 +171,23 @@ def stay_in_float64(model: nn.Module) -> None:
 
 
 def _check_copied(model: nn.Module, *, is_sharded: bool) -> None:
-    kind = "a Pipeline" if isinstance(model, Pipeline) else None
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        kind = "a model of FSDP1"
-    if is_sharded and any(
-        isinstance(parameter, DTensor) and _has_tensor_axis(parameter) for parameter in model.parameters()
-    ):
-        kind = "a model that is tensor parallel and sharded"
-    if (name := _find_undispatched(model)) is not None:
-        kind = f"a model with experts on ranks of their own that transformers does not send tokens to ({name!r})"
-    if kind is not None:
-        raise PlanError(
-            f"verify was given {kind}, of which it cannot make a copy; verify the model before that is done"
-        )
+    undispatched = _find_undispatched(model)
+    experts = f"experts on ranks of their own that transformers does not send tokens to ({undispatched!r})"
+    is_refused = {
+        f"a model with {experts}": undispatched is not None,
+        "a model that is tensor parallel and sharded": is_sharded and any(map(_has_tensor_axis, model.parameters())),
+        "a model of FSDP1": any(isinstance(module, FullyShardedDataParallel) for module in model.modules()),
+        "a Pipeline": isinstance(model, Pipeline),
+    }
+    for kind in is_refused:
+        if is_refused[kind]:
+            raise PlanError(
+                f"verify was given {kind}, of which it cannot make a copy; verify the model before that is done"
+            )
 
 
-def _has_tensor_axis(parameter: DTensor) -> bool:
-    return "tp" in (parameter.device_mesh.mesh_dim_names or ())
+def _has_tensor_axis(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _states(model: nn.Module) -> list[Any]:
@@ -184,8 +197,9 @@ def _states(model: nn.Module) -> list[Any]:
 
 def _remove_fsdp2(module: nn.Module) -> None:
     """Remove FSDP2's attributes and hooks from the copy of a module."""
-    for name in [name for name in vars(module) if name.startswith("__composable_api")]:
-        del vars(module)[name]
+    for name in list(vars(module)):
+        if name.startswith("__composable_api"):
+            delattr(module, name)
     for hooks in (forward_pre_hooks(module), forward_hooks(module)):
         for key, hook in list(hooks.items()):
             if str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp"):
@@ -197,59 +211,66 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
 
     It leaves out settings that only change precision: FSDP2's policies and DDP's communication hooks.
     """
-    wrapper = original_of(model)
+    wrapper, inner = original_of(model), unwrapped(model)
     if isinstance(wrapper, DistributedDataParallel):
+        settings = {name: getattr(wrapper, name) for name in DDP_SETTINGS}
         return DistributedDataParallel(
-            copy.deepcopy(plain), wrapper.device_ids, wrapper.output_device, process_group=wrapper.process_group,
-            **{name: getattr(wrapper, name) for name in
-               ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")},
+            copy.deepcopy(plain), wrapper.device_ids, wrapper.output_device,
+            process_group=wrapper.process_group, **settings,
         )  # fmt: skip
-    states = _states(unwrapped(model))
-    if not states and not any(find_dispatches(unwrapped(model))):
+    states = _states(inner)
+    if not states and not any(find_dispatches(inner)):
         return plain
     copied = copy.deepcopy(plain)
-    _deal_experts(copied, unwrapped(model))
-    if not states:
-        return copied
-    names = {module: name for name, module in unwrapped(model).named_modules()}
+    _deal_experts(copied, inner)
+    names = {module: name for name, module in inner.named_modules()}
     groups = [group for state in states for group in groups_of_state(state)]
-    sharded = [parameter for group in groups for parameter in group.fsdp_params]
-    managed = {id(parameter.sharded_param) for parameter in sharded}
+    sharded = {id(parameter.sharded_param): parameter for group in groups for parameter in group.fsdp_params}
     copies = dict(copied.named_parameters())
-    named = list(unwrapped(model).named_parameters())
-    ignored = {copies[name] for name, parameter in named if id(parameter) not in managed}
-    placed = {id(parameter.sharded_param): parameter.fsdp_placement for parameter in sharded}
-    tied = _tied_over_groups(sharded, names)
-    for name in tied:  # fully_shard refuses a parameter that another group holds
+    # fully_shard refuses a parameter that another group holds.
+    tied = _tied_over_groups(groups, names)
+    for name in tied:
         _set_parameter(copied, name, copy.deepcopy(copied.get_parameter(name)))
-    places = {id(copies[name]): placed[id(parameter)] for name, parameter in named if id(parameter) in placed}
+    ignored: set[nn.Parameter] = set()
+    placements: dict[int, Any] = {}
+    for name, parameter in inner.named_parameters():
+        if id(parameter) in sharded:
+            placements[id(copies[name])] = sharded[id(parameter)].fsdp_placement
+        else:
+            ignored.add(copies[name])
+
+    def placement_of(parameter: nn.Parameter) -> Shard | None:
+        placement = placements.get(id(parameter))
+        return placement if isinstance(placement, Shard) else None
+
     for state in reversed(states):
         group = next(iter(groups_of_state(state)), groups[0])
-        modules = [copied.get_submodule(names[module]) for module in modules_of_state(state)]
-        together: Any = modules if len(modules) > 1 else modules[0]
+        modules: Any = [copied.get_submodule(names[module]) for module in modules_of_state(state)]
+        if len(modules) == 1:
+            modules = modules[0]
         if is_replicate_module(modules_of_state(state)[0]):
-            replicate_fsdp2(together, group.mesh_info.mesh, ignored)
+            replicate_fsdp2(modules, group.mesh_info.mesh, ignored)
             continue
         fully_shard(
-            together, mesh=group.mesh_info.mesh, ignored_params=ignored,
-            reshard_after_forward=reshard_setting(state, group),
-            shard_placement_fn=lambda param: place if isinstance(place := places.get(id(param)), Shard) else None,
+            modules, mesh=group.mesh_info.mesh, ignored_params=ignored,
+            reshard_after_forward=reshard_setting(state, group), shard_placement_fn=placement_of,
         )  # fmt: skip
     for name, first_name in tied.items():
         _set_parameter(copied, name, copied.get_parameter(first_name))
     return copied
 
 
-def _tied_over_groups(sharded: list[Any], names: dict[nn.Module, str]) -> dict[str, str]:
+def _tied_over_groups(groups: list[Any], names: dict[nn.Module, str]) -> dict[str, str]:
     """Return the names of parameters that another of FSDP2's groups holds too, with their names there."""
     first_names: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for parameter in sharded:
-        module, attribute = home_of_parameter(parameter)
-        name = f"{names[module]}.{attribute}".removeprefix(".")
-        first_name = first_names.setdefault(id(parameter.sharded_param), name)
-        if first_name != name:
-            tied[name] = first_name
+    for group in groups:
+        for parameter in group.fsdp_params:
+            module, attribute = home_of_parameter(parameter)
+            name = f"{names[module]}.{attribute}".removeprefix(".")
+            first_name = first_names.setdefault(id(parameter.sharded_param), name)
+            if first_name != name:
+                tied[name] = first_name
     return tied
 
 
@@ -260,9 +281,10 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 def _find_undispatched(model: nn.Module) -> str | None:
     """Return the name of an expert on ranks of their own to which transformers sends no tokens; None without one."""
-    dispatched = {f"{dispatch.name}.{name}" for dispatch in find_dispatches(model) for name in dispatch.parameters}
-    names = (name for name, parameter in model.named_parameters() if is_expert(parameter))
-    return next((name for name in names if name not in dispatched), None)
+    dispatched = [expert for dispatch in find_dispatches(model) for expert in _experts_of(model, dispatch)]
+    known = set(map(id, dispatched))
+    experts = {name: parameter for name, parameter in model.named_parameters() if is_expert(parameter)}
+    return next((name for name, parameter in experts.items() if id(parameter) not in known), None)
 
 
 def _experts_of(model: nn.Module, dispatch: Dispatch) -> list[nn.Parameter]:

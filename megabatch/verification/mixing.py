@@ -1,19 +1,21 @@
 """Search for modules, padding and router terms that make a sample depend on its neighbors in a microbatch."""
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from megabatch.core.contract import differentiable, terms_of
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import pytree
 
-TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a matrix product
-Run = Callable[[Any], Any]  # computes the loss of a microbatch, or its representations, with the model
+# Relative; the shape of a batch changes the last bits of a matrix product.
+TOLERANCE = 1e-6
+# Computes the loss of a microbatch, or its representations, with the model.
+Run = Callable[[Any], Any]
 
 
 def find_mixing_module(model: nn.Module, run: Run, batch: dict[str, Any], num_rows: int) -> str | None:
@@ -24,45 +26,55 @@ def find_mixing_module(model: nn.Module, run: Run, batch: dict[str, Any], num_ro
     """
     together = _record_outputs(model, run, batch)
     for row in range(num_rows):
-        sample = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
+        sample = take_rows(batch, slice(row, row + 1))
         try:
             alone = _record_outputs(model, run, sample)
-        except Exception:  # for example a batch norm of one vector
+        except Exception:
+            # For example a batch norm of one vector.
             return find_failing_module(model, run, [sample])
-        both = [name for name in together if name in alone]
-        differs = {name: _differs(together[name], alone[name], row, num_rows) for name in both}
-        for name, mixes in differs.items():
-            if mixes and not any(differs.get(enclosing) is False for enclosing in _enclosing(name)):
+        mixes: dict[str, bool] = {}
+        for name in filter(alone.__contains__, together):
+            outputs, output = together[name], alone[name]
+            # The others are no tensors of rows.
+            if outputs.ndim and len(output) * num_rows == len(outputs):
+                mixes[name] = _differ(outputs[row * len(output) : (row + 1) * len(output)], output)
+        inside_of_equal = tuple(f"{name}." for name in mixes if not mixes[name])
+        for name in mixes:
+            if mixes[name] and not name.startswith(inside_of_equal):
                 return name
     return None
 
 
-def _enclosing(name: str) -> list[str]:
-    """Return the names of the modules around a module."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
+def _differ(beside_others: Tensor, alone: Tensor) -> bool:
+    if beside_others.shape != alone.shape:
+        return True
+    return float((beside_others - alone).norm()) > TOLERANCE * float(alone.norm())
+
+
+def take_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """Return some samples of a batch whose tensors have samples in dim 0."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor[rows], dict(batch))
 
 
 def find_failing_module(model: nn.Module, run: Run, microbatches: list[Any]) -> str | None:
     """Return the innermost module that was running when a microbatch raised; None if none was."""
-    entered: list[str] = []
+    running = [""]
 
-    def enter(name: str) -> Callable[..., None]:
-        return lambda *_: entered.append(name)
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
 
     def leave(*_: Any) -> None:
-        entered.pop()
+        running.pop()
 
-    named = [(name, module) for name, module in model.named_modules() if name]
-    handles = [module.register_forward_pre_hook(enter(name)) for name, module in named]
-    handles += [module.register_forward_hook(leave) for _, module in named]
-    with _removing(handles):
-        try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+            hooks.enter_context(module.register_forward_hook(leave))
+        # The caller has seen the error.
+        with contextlib.suppress(Exception):
             for microbatch in microbatches:
                 run(microbatch)
-        except Exception:  # the caller has seen the error
-            return entered[-1] if entered else None
-    return None
+    return running[-1] or None
 
 
 def explain_padding(
@@ -77,39 +89,33 @@ def explain_padding(
         padded: The same sample, padded to the length of a longer one.
         pad_token: The pad token of the model's config.
     """
-    result_alone, result_padded = (pytree.tree_leaves(run(dict(microbatch))) for microbatch in (alone, padded))
-    if all(map(_near, result_alone, result_padded)):
+    if all(map(_are_near, *(pytree.tree_leaves(run(dict(microbatch))) for microbatch in (alone, padded)))):
         return ""
-    grown = {
-        name: value
-        for name, value in padded.items()
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] > cast(Tensor, alone[name]).shape[1]
-    }
+    tensors = {name: value for name, value in padded.items() if isinstance(value, Tensor)}
+    grown = {name: value for name, value in tensors.items() if value.shape[1:2] > alone[name].shape[1:2]}
     if not grown:
         return ""
-    fillings = ", ".join(f"{name!r} with {_filling(value)}" for name, value in grown.items())
-    lengths = next((cast(Tensor, alone[name]).shape[1], value.shape[1]) for name, value in grown.items())
+    fillings = {name: value[0, -1].flatten()[-1].item() for name, value in grown.items()}
     hints: list[str] = []
-    if "input_ids" in padded and pad_token is not None and _filling(padded["input_ids"]) != pad_token:
+    if pad_token not in (None, fillings.get("input_ids", pad_token)):
         hints.append(f"the model's pad token is {pad_token}: pad 'input_ids' with it")
-    targets = [name for name, value in grown.items() if "label" in name and _filling(value) != IGNORED_LABEL]
-    hints += [f"{name!r} counts as targets where it is not {IGNORED_LABEL}" for name in targets]
+    for name, filling in fillings.items():
+        if "label" in name and filling != IGNORED_LABEL:
+            hints.append(f"{name!r} counts as targets where it is not {IGNORED_LABEL}")
     if "input_ids" in padded and "attention_mask" not in padded and not hints:
         hints.append("the microbatch has no 'attention_mask', and the model looks at padding: give one")
     change = "; ".join(hints) or "leave padding out of the loss, or pad with what it ignores (collate=)"
+    name = next(iter(grown))
+    shown = ", ".join(f"{name!r} with {filling}" for name, filling in fillings.items())
     return (
-        f"padding changes the {result} of a sample: one of length {lengths[0]} has another when it is padded to "
-        f"{lengths[1]} ({fillings}); {change}"
+        f"padding changes the {result} of a sample: one of length {alone[name].shape[1]} has another when it is padded "
+        f"to {grown[name].shape[1]} ({shown}); {change}"
     )
 
 
-def _filling(padded: Tensor) -> float | int:
-    return padded[0, -1].flatten()[-1].item()
-
-
-def _near(first_result: Any, second_result: Any) -> bool:
+def _are_near(first_result: Any, second_result: Any) -> bool:
     """Return true for numbers or tensors that differ by rounding, and for tensors that cannot be compared."""
-    first, second = (torch.as_tensor(value).detach().double() for value in (first_result, second_result))
+    first, second = torch.as_tensor(first_result).detach().double(), torch.as_tensor(second_result).detach().double()
     if first.shape != second.shape:
         return True
     return float((first - second).norm()) <= 1e-9 * max(float(first.norm()), float(second.norm()))
@@ -131,7 +137,9 @@ def find_router_terms(model: nn.Module, run: Run, microbatch: Any) -> set[str]:
             output.router_logits = tuple(cast(Tensor, logit).view_as(logit) for logit in logits)
             router_outputs.extend(logit for logit in output.router_logits if logit.requires_grad)
 
-    with _removing([module.register_forward_hook(note) for module in model.modules()]):
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(note))
         terms = terms_of(run(microbatch))
     return {name for name in differentiable(terms) if _reaches(terms[name].total, router_outputs)}
 
@@ -147,32 +155,15 @@ def _record_outputs(model: nn.Module, run: Run, microbatch: Any) -> dict[str, Te
     """Return the first tensor of each module's first call, innermost and earliest first."""
     outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            if tensors and name not in outputs and tensors[0].is_floating_point():
-                outputs[name] = tensors[0].detach()
+    def keep(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        first = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        if first is not None and first.is_floating_point():
+            outputs.setdefault(name, first.detach())
 
-        return hook
-
-    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
     # The graph is kept until the run ends: a loss may take derivatives.
-    with _removing(handles):
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(keep, name)))
         run(microbatch)
+    outputs.pop("", None)
     return outputs
-
-
-@contextlib.contextmanager
-def _removing(handles: list[RemovableHandle]) -> Generator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _differs(together: Tensor, alone: Tensor, row: int, num_rows: int) -> bool | None:
-    if together.ndim == 0 or len(alone) * num_rows != len(together):
-        return None  # not a tensor of rows
-    beside_others = together[row * len(alone) : (row + 1) * len(alone)]
-    return beside_others.shape != alone.shape or float((beside_others - alone).norm()) > TOLERANCE * float(alone.norm())
