@@ -45,7 +45,6 @@ class ShapesPlanner(MicrobatchPlanner):
     """Splits samples into microbatches of ``shapes``: rows and tokens, the longest first. Empty before the choice."""
 
     shapes: tuple[Shape, ...] = ()
-    fills_up: ClassVar[bool] = False
     adds_up: ClassVar[bool] = False  # a weight may count the rows that fill a shape
 
     @classmethod

@@ -137,7 +137,6 @@ def join_chunks(chunks: Sequence[Chunk], outputs: Sequence[Any], *, trim: bool) 
 class ChunkPlanner(MicrobatchPlanner):
     """Splits short samples as its parent does, and each long sample into chunks."""
 
-    fills_up: ClassVar[bool] = False
     cuts_samples: ClassVar[bool] = True
     verb: str = "forward_backward"  # or "forward", "evaluate": the method whose calls are planned
     # Losses and functions that add up over chunks.
@@ -485,11 +484,6 @@ def _detached(leaf: Any) -> Any:
 
 def _first_row(leaf: Tensor) -> Tensor:
     return leaf[0]
-
-
-def choose_chunk_planner(usual: Any) -> Any:
-    """Return the planner of chunks. A pipeline and a cp axis keep their own, and `check_settings` refuses them."""
-    return ChunkPlanner if usual is MicrobatchPlanner else usual
 
 
 def check_settings(wrapper: Wrapper, max_microbatch_tokens: int | None) -> None:

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from megabatch.core.call import PreparedBatch
+from megabatch.core.contract import counted_weights, is_own
 from megabatch.core.samples import Batch
 from megabatch.torch_private.autograd import count_writes
 
@@ -35,7 +37,18 @@ class EarlyPreparation:
         if result.exception() is not None:
             return None
         prepared, hooks = result.result(), settings[1]
-        return prepared if hooks.weighs_as_before(prepared.collated, prepared.weights) else None
+        return prepared if _weighs_as_before(hooks.weigh, prepared) else None
+
+
+def _weighs_as_before(weigh: Any, prepared: PreparedBatch) -> bool:
+    """Return True if microbatches have their weights still: a user's ``weigh`` may read what has changed since."""
+    if weigh is None or is_own(weigh) or not prepared.collated:
+        return True
+    try:
+        return list(prepared.weights) == [counted_weights(weigh(microbatch)) for microbatch in prepared.collated]
+    except Exception:
+        # The call then weighs them itself, and tells the other ranks about the error.
+        return False
 
 
 class EarlySamples(tuple[Any, ...]):

@@ -63,9 +63,9 @@ class InsideSamples(Batching):
 
     def new_planner(self, usual: Any) -> Any:
         """Return the planner of chunks."""
-        from megabatch.batching.chunk_planner import choose_chunk_planner
+        from megabatch.batching.chunk_planner import ChunkPlanner
 
-        return choose_chunk_planner(usual)
+        return ChunkPlanner
 
     def check_model(self, wrapper: Any, limits: tuple[int | None, int | None]) -> None:
         """Compare chunks of a few tokens with the uncut sample, on the model."""

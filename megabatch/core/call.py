@@ -82,7 +82,6 @@ class MicrobatchPlanner:
         cost: The user's cost model.
         fit: The measured limit, if the user gave none.
         learned: The limit learned from microbatches that did not fit in memory.
-        fills_up: True if microbatches may be cut smaller than `plan` cut them.
         cuts_samples: True if microbatches may hold parts of samples.
         adds_up: True if the weight of a padded microbatch is that of its samples.
     """
@@ -96,7 +95,6 @@ class MicrobatchPlanner:
     cost: CostModel | None
     fit: TunedLimit | None = None
     learned: MicrobatchLimit | None = None
-    fills_up: ClassVar[bool] = True
     cuts_samples: ClassVar[bool] = False
     adds_up: ClassVar[bool] = True
 
@@ -229,17 +227,8 @@ class MicrobatchPlanner:
     def complete(
         self, prepared: PreparedBatch, agreement: "CallAgreement", hooks: LossHooks, wrapper: Wrapper
     ) -> tuple[PreparedBatch, "CallAgreement"]:
-        """Return the call as it runs: where other ranks have more microbatches, this rank's are cut smaller.
-
-        That costs less than a dummy microbatch. Dummies stand in for samples that a rank lacks, and run where
-        microbatches are not to be cut again. No message is sent.
-        """
-        planned = prepared.plan.microbatches
-        if not planned or len(planned) >= agreement.num_microbatches:
-            return prepared, agreement
-        from megabatch.core.fill_up import fill_up
-
-        return fill_up(self, prepared, agreement, hooks, wrapper)
+        """Return the call as it runs. Where other ranks have more microbatches, dummies follow. No message is sent."""
+        return prepared, agreement
 
 
 def _describe_difference(lengths: Sequence[int], other_lengths: Sequence[int]) -> str:

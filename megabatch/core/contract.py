@@ -166,16 +166,6 @@ class LossHooks(NamedTuple):
     weigh: Weigh | None = None
     prepare: Prepare | None = None
 
-    def weighs_as_before(self, microbatches: Sequence[Any], weights: Sequence[dict[str, float]]) -> bool:
-        """Return True if microbatches have their weights still: a user's ``weigh`` may read what has changed since."""
-        if self.weigh is None or is_own(self.weigh) or not microbatches:
-            return True
-        try:
-            return list(weights) == [counted_weights(self.weigh(microbatch)) for microbatch in microbatches]
-        except Exception:
-            # The call then weighs them itself, and tells the other ranks about the error.
-            return False
-
     def compare_weights(self, samples: Any, rows: Sequence[int]) -> tuple[float, float] | None:
         """Return the weight of some samples in one microbatch and the sum of their own. None if both are equal."""
         weigh = cast(Weigh, self.weigh)
@@ -219,27 +209,32 @@ def terms_of(returned: Any) -> dict[str, Term]:
         LossContractError: It is neither a pair ``(total, weight)`` nor a mapping of names to such pairs, a total is not
             a real scalar, or a weight is negative, not finite or carries a gradient.
     """
-    if isinstance(returned, Mapping) and returned:
-        pairs = [(str(name), f"term {name!r} of the loss", pair) for name, pair in cast(Any, returned).items()]
-    else:
-        pairs = [(PAIR_NAME, "the loss", returned)]
-    return {name: _term_of(name, source, pair) for name, source, pair in pairs}
+    if not isinstance(returned, Mapping) or not returned:
+        return {PAIR_NAME: _term_of(PAIR_NAME, "the loss", returned)}
+    terms: dict[str, Term] = {}
+    for name, pair in cast(Mapping[Any, Any], returned).items():
+        terms[str(name)] = _term_of(str(name), f"term {name!r} of the loss", pair)
+    return terms
 
 
 def _term_of(name: str, source: str, pair: Any) -> Term:
     total, weight = _split_pair(name, source, pair)
     _check_total(source, total)
-    if isinstance(weight, Tensor) and weight.requires_grad:
-        raise LossContractError(f"the weight of {source} carries a gradient; count it from the data, or detach it")
-    # Reading a number on a device would wait for the device.
-    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
-        weight = weight.reshape(()).to(accumulation_dtype(weight.device))
-    else:
-        weight = _as_number(f"the weight of {source}", weight)
-    # A weight of at most 1 divides a mean by nothing.
-    if total.grad_fn is not None and (isinstance(weight, Tensor) or weight > 1):
-        _refuse_mean(source, total.grad_fn)
+    weight = _read_weight(f"the weight of {source}", weight)
+    if total.grad_fn is not None:
+        _refuse_mean(source, total.grad_fn, weight)
     return Term(total.reshape(()) if total.ndim else total, weight)
+
+
+def _read_weight(source: str, weight: Any) -> float | Tensor:
+    if not isinstance(weight, Tensor):
+        return _as_number(source, weight)
+    if weight.requires_grad:
+        raise LossContractError(f"{source} carries a gradient; count it from the data, or detach it")
+    if weight.device.type == "cpu" or weight.numel() != 1:
+        return _as_number(source, weight)
+    # Reading a number on a device would wait for the device.
+    return weight.reshape(()).to(accumulation_dtype(weight.device))
 
 
 def _split_pair(name: str, source: str, pair: Any) -> tuple[Any, Any]:
@@ -269,7 +264,10 @@ def _check_total(source: str, total: Any) -> None:
         raise LossContractError(f"the total of {source} is complex ({total.dtype}); return a real one, total.real say")
 
 
-def _refuse_mean(source: str, node: Any) -> None:
+def _refuse_mean(source: str, node: Any, weight: float | Tensor) -> None:
+    # A weight of at most 1 divides a mean by nothing.
+    if isinstance(weight, float) and weight <= 1:
+        return
     operation = node.name()
     is_mean = operation in MEANS or (operation in TORCH_LOSSES and reduction_of(node) == 1)
     if is_mean and REFUSES_MEANS.get():

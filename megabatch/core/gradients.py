@@ -130,16 +130,14 @@ def total_norm(
     """
     uncounted_ids = set(map(id, uncounted))
     counted = [parameter for parameter in parameters if id(parameter) not in uncounted_ids]
-    norms = [_norm_of(group) for group in _groups(counted)]
+    # Without a gradient, the norm is 0.
+    norms = list(map(_norm_of, _groups(counted))) or [torch.zeros((), device=parameters[0].device)]
     if len(norms) == 1 and not groups:
         return norms[0]
-    device = norms[0].device if norms else parameters[0].device
-    if not norms and not groups:
-        return torch.zeros((), device=device)
     # Ranks of a group take part in its all-reduce with or without a gradient, and whatever their parameters' dtypes.
+    device = norms[0].device
     dtype = accumulation_dtype(device)
-    addends = [norm.to(device, dtype) for norm in norms] or [torch.zeros((), dtype=dtype, device=device)]
-    norm = torch.linalg.vector_norm(torch.stack(addends))
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]))
     for group in groups:
         square = norm.square()
         dist.all_reduce(square, group=group)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.core.samples import Batching, Microbatch, Pad, is_dense
 from megabatch.errors import PlanError
-from megabatch.inspection.odd_values import as_dict, no_mapping_error, to_dense_tensor
+from megabatch.inspection.odd_values import as_dict, to_dense_tensor
 from megabatch.inspection.sample_kinds import kind_of
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
@@ -122,17 +122,15 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
     """Return the tensors of each key, one per sample. Raises `PlanError` unless all samples have the same keys."""
-    samples = [sample if type(cast(Any, sample)) is dict else as_dict(sample) for sample in samples]
+    samples = list(map(as_dict, samples))
     names = samples[0].keys()
+    columns: dict[str, list[Tensor]] = {}
     for sample in samples:
-        if not sample:
-            raise no_mapping_error(sample)
         if sample.keys() != names:
             raise PlanError(f"samples of one batch have the keys {list(names)} and {list(sample)}; give all the same")
-    columns = {name: list(map(itemgetter(name), samples)) for name in names}
-    for name, values in columns.items():
-        if not all(map(is_dense, values)):
-            columns[name] = [to_dense_tensor(name, value) for value in values]
+    for name in names:
+        values = list(map(itemgetter(name), samples))
+        columns[name] = values if all(map(is_dense, values)) else [to_dense_tensor(name, value) for value in values]
     return columns
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import PlanError
-from megabatch.inspection.odd_values import no_mapping_error, to_dense_tensor
-from megabatch.inspection.sample_kinds import plan_kinds, shape_of
+from megabatch.inspection.odd_values import as_dict, to_dense_tensor
+from megabatch.inspection.sample_kinds import plan_kinds
 from megabatch.inspection.tree import clone, each_tensor, memory_of, tensors_of
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
@@ -34,8 +34,6 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 STOPPED = "raised StopIteration: an iterator in it has ended, and not the data; give next() a default"
 BESIDE_TOKENS = ("_mask", "position_ids", "token_type_ids")
 """Ends of keys that are no targets."""
-NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)
-"""Ends of keys whose padding no weight counts."""
 
 
 class Pad:
@@ -324,12 +322,6 @@ class Samples:
         """
         return self.batching.kinds(self._batch)
 
-    def ragged_keys(self, indices: Sequence[int]) -> list[str]:
-        """Return the keys of a list's samples that differ in shape, without tokens and masks."""
-        samples = [self._batch[index] for index in indices]
-        names = [name for name in samples[0].keys() if not name.endswith(NOT_COUNTED)]  # noqa: SIM118 - a TensorDict
-        return [name for name in names if len({shape_of(sample[name]) for sample in samples}) > 1]
-
     def column(self, name: str) -> list[Tensor]:
         """Return one tensor of each sample. Raises `PlanError` for samples without it, and for a deferred batch."""
         if any(name not in sample for sample in self._batch):
@@ -394,13 +386,7 @@ def sample_length(sample: Any) -> int:
     This is the default ``length`` of a `GradientAccumulator`. Raises `PlanError` for a sample that is no mapping of
     tensors.
     """
-    if not isinstance(sample, Mapping):
-        raise no_mapping_error(sample)
-    # Mappings may have another truth value than that of their keys, as a TensorDict has.
-    first_item = next(iter(cast(Mapping[str, Any], sample).items()), None)
-    if first_item is None:
-        raise no_mapping_error(sample)
-    name, value = first_item
+    name, value = next(iter(as_dict(sample).items()))
     first = value if is_dense(value) else to_dense_tensor(name, value)
     return first.size(0) if first.ndim else 1
 

@@ -287,8 +287,7 @@ class OpenUpdate:
             self._differentiable |= set(names)
             self._divisors.check_terms(names, self.differentiable, step)
             self._checked_terms = terms_of_step
-        if any(terms[name].total.dtype == torch.float16 for name in names):
-            refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
+        refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
         factors = [self._wrapper.loss_factor / (weight_of(self._divisors.by_term, name) or 1.0) for name in names]
         self.total_factor = min(factors)
         if step.is_dummy:

@@ -83,12 +83,11 @@ class Wrapper:
         Hooks on parameters are refused, too: they would see the gradients of single microbatches.
         """
         members = [*chain.from_iterable(map(dict.values, self._filled_dicts))]
-        is_known = len(members) == len(self._members) and all(map(is_, members, self._members))
-        if not is_known or any(self._empty_dicts) or self._walked_by != id(self):
+        is_known = self._walked_by == id(self) and _are_same(members, self._members)
+        if not is_known or any(self._empty_dicts):
             self._walk()
-        every = self._all_parameters
-        now = self.parameters if self.shows_gathered else list(compress(every, map(REQUIRES_GRAD, every)))
-        if len(now) != len(self.parameters) or not all(map(is_, now, self.parameters)):
+        trained = list(compress(self._all_parameters, map(REQUIRES_GRAD, self._all_parameters)))
+        if not self.shows_gathered and not _are_same(trained, self.parameters):
             raise PlanError(CHANGED)
         dtypes = list(map(DTYPE, self.parameters))
         if dtypes != self._dtypes:
@@ -170,6 +169,11 @@ class Wrapper:
                 f"sync is {policy!r}, which is for FSDP2, and the model has {self.kind_name}; leave sync out, or "
                 "shard with fully_shard"
             )
+
+
+def _are_same(objects: Sequence[object], others: Sequence[object]) -> bool:
+    """Return True if two sequences have the same objects, in the same order."""
+    return len(objects) == len(others) and all(map(is_, objects, others))
 
 
 def policies_of_call(policy: str, num_microbatches: int) -> list[str]:

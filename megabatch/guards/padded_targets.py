@@ -14,10 +14,13 @@ from torch import Tensor
 from megabatch.core.contract import LossHooks
 from megabatch.core.samples import BESIDE_TOKENS, Microbatch, Samples
 from megabatch.errors import LossContractError
+from megabatch.inspection.sample_kinds import shape_of
 from megabatch.planning.plan import Plan
 from megabatch.torch_private.loss_nodes import CROSS_ENTROPIES, DIFFERENCES, reduction_of, targets_of
 
 MAX_COMPARED = 8  # samples
+NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)
+"""Ends of keys whose padding no weight counts."""
 
 
 def check_weights(samples: Samples, plan: Plan, hooks: LossHooks) -> bool:
@@ -32,7 +35,7 @@ def check_weights(samples: Samples, plan: Plan, hooks: LossHooks) -> bool:
         return False
     rows = max(several, key=lambda rows: max(map(lengths.__getitem__, rows)) - min(map(lengths.__getitem__, rows)))
     rows = (*rows[: MAX_COMPARED // 2], *rows[MAX_COMPARED // 2 :][-MAX_COMPARED // 2 :])
-    ragged = samples.ragged_keys(rows)
+    ragged = _find_ragged_keys([samples.one_view(row) for row in rows])
     if not ragged:
         return False
     difference = hooks.compare_weights(samples, rows)
@@ -44,6 +47,16 @@ def check_weights(samples: Samples, plan: Plan, hooks: LossHooks) -> bool:
             "leaves out"
         )
     return True
+
+
+def _find_ragged_keys(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of samples that differ in shape, without tokens and masks."""
+    ragged: list[str] = []
+    for name in samples[0].keys():  # noqa: SIM118 - a TensorDict
+        shapes = {shape_of(sample[name]) for sample in samples}
+        if len(shapes) > 1 and not name.endswith(NOT_COUNTED):
+            ragged.append(name)
+    return ragged
 
 
 def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, nodes: Iterable[Any]) -> None:

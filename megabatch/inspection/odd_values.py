@@ -10,10 +10,14 @@ from megabatch.errors import PlanError
 
 
 def as_dict(sample: Any) -> dict[str, Any]:
-    """Return a mapping as a dict. Raises `PlanError` for another sample."""
-    if not isinstance(sample, Mapping):
+    """Return a mapping as a dict. Raises `PlanError` for another sample, and for one that is empty."""
+    # An exact dict is the usual sample.
+    if type(sample) is dict and sample:
+        return sample
+    mapping = dict(cast(Mapping[str, Any], sample).items()) if isinstance(sample, Mapping) else {}
+    if not mapping:
         raise no_mapping_error(sample)
-    return dict(cast(Mapping[str, Any], sample).items())
+    return mapping
 
 
 def to_dense_tensor(name: str, value: Any) -> Tensor:

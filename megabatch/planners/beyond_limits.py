@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megabatch.core.accumulator import Parts
-from megabatch.core.call import MicrobatchPlanner, MicrobatchStep
+from megabatch.core.call import MicrobatchStep
 from megabatch.core.contract import LossFunction, Term
 from megabatch.core.extension import Extension
 from megabatch.core.gradients import Gradients
@@ -18,6 +18,7 @@ from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError, require_count
 from megabatch.planners.built_in import BuiltIn, Rows, Tokens
+from megabatch.planners.filling_planner import FillingPlanner
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel
 from megabatch.planning.planner import Planner
@@ -164,7 +165,7 @@ class SameBits(_Around):
     def new_planner(self, usual: Any) -> Any:
         from megabatch.planners.same_bits import SameBitsPlanner
 
-        if usual is not MicrobatchPlanner:
+        if usual is not FillingPlanner:
             raise PlanError("SameBits splits whole samples, and InsideSamples cuts them; leave one of the two out")
         return SameBitsPlanner
 
@@ -188,7 +189,7 @@ class OwnRule(BuiltIn):
     def new_planner(self, usual: Any) -> Any:
         from megabatch.planners.rule_planner import RulePlanner
 
-        if usual is not MicrobatchPlanner:
+        if usual is not FillingPlanner:
             raise PlanError(OWN_SPLIT)
         return partial(RulePlanner, rule=self.rule)
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from megabatch.core.accumulator import Parts
-from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.extension import Extension
 from megabatch.core.gradients import Gradients
 from megabatch.core.samples import Batching
 from megabatch.core.update import OpenUpdate
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError, require_count
+from megabatch.planners.filling_planner import FillingPlanner
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel
 from megabatch.planning.planner import Planner
@@ -183,16 +183,16 @@ def choose_planner(
 
 
 def usual_planner(wrapper: Wrapper) -> Any:
-    """Return what makes the planner of calls for a wrapper, ``MicrobatchPlanner`` or another."""
+    """Return what makes the planner of calls for a wrapper, `FillingPlanner` or another."""
     if not wrapper.ranks.context_groups:
-        return wrapper.new_planner or MicrobatchPlanner
+        return wrapper.new_planner or FillingPlanner
     if wrapper.is_pipeline:
-        from megabatch.planners.stretch_schedule import StretchSchedulePlanner
+        from megabatch.planners.cut_sequences import StretchSchedulePlanner
 
         return partial(StretchSchedulePlanner, pipeline=cast(Any, wrapper).pipeline)
-    from megabatch.batching.stretch_planner import StretchPlanner
+    from megabatch.planners.cut_sequences import FillingStretchPlanner
 
-    return StretchPlanner
+    return FillingStretchPlanner
 
 
 class OtherPlanners(Extension):

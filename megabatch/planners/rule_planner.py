@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast, overload
+from typing import Any, cast, overload
 
 from megabatch.core.call import MicrobatchPlanner
 from megabatch.core.contract import LossHooks
@@ -38,7 +38,6 @@ class RulePlanner(MicrobatchPlanner):
     """Splits samples as a `Planner` of the user's says."""
 
     rule: Planner | None = None
-    fills_up: ClassVar[bool] = False  # the rule decides which samples are together
 
     def is_repeatable(self, hooks: LossHooks) -> bool:
         """Return False: the rule may draw random numbers."""

@@ -9,7 +9,7 @@ hold sums of float32's 24 unless their exponents are 25 or more apart.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -111,8 +111,6 @@ def check_modules(models: Sequence[nn.Module]) -> None:
 @dataclass(frozen=True)
 class SameBitsPlanner(MicrobatchPlanner):
     """Splits a rank's samples as if it held the whole update, in ascending order of length."""
-
-    fills_up: ClassVar[bool] = False
 
     def plan(self, samples: Samples) -> Plan:
         lengths = samples.lengths

@@ -64,7 +64,7 @@ MUTATIONS = (
              ("tp", "tp-sp")),
     Mutation("leave a gradient of sequence parallel a part of a sum", "wrappers/rank_sums.py",
              "if is_dtensor(gradient) and any(", "if False and any(", ("tp-sp",)),
-    Mutation("lose a microbatch that is cut again", "core/fill_up.py",
+    Mutation("lose a microbatch that is cut again", "planners/fill_up.py",
              "microbatches=tuple(cut))", "microbatches=tuple(cut[:-1] or cut))"),
     Mutation("forget to reduce the weight over ranks", "core/agreement.py",
              "        weights=weights,\n", "        weights=prepared.weight_sums,\n"),

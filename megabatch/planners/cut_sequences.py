@@ -1,4 +1,4 @@
-"""Schedule steps of a pipeline whose sequences are cut over the mesh axis "cp"."""
+"""Planners of calls whose sequences are cut over the mesh axis "cp"."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,13 @@ from megabatch.batching.stretch_planner import StretchPlanner
 from megabatch.core.contract import Prepare, Weigh
 from megabatch.core.samples import Batch, Samples
 from megabatch.pipeline.schedule_steps import SchedulePlanner
+from megabatch.planners.filling_planner import FillingPlanner
 from megabatch.planning.stretches import stretch
+
+
+@dataclass(frozen=True)
+class FillingStretchPlanner(StretchPlanner, FillingPlanner):
+    """Gives the loss stretches of microbatches, which are cut smaller where other ranks have more of them."""
 
 
 @dataclass(frozen=True)

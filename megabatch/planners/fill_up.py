@@ -44,9 +44,7 @@ def _cut_smaller(prepared: PreparedBatch, num_microbatches: int, cost: CostModel
 def _can_cut_again(planner: MicrobatchPlanner, prepared: PreparedBatch, hooks: LossHooks) -> bool:
     """Return True if no plan was given, samples are padded row by row, and a new microbatch has the same weight."""
     plan = prepared.plan
-    if prepared.is_given or not planner.fills_up:
-        return False
-    if not plan.padded or plan.shared or not prepared.samples.is_in_memory:
+    if prepared.is_given or not plan.padded or plan.shared or not prepared.samples.is_in_memory:
         return False
     return hooks.weigh is None or planner.is_repeatable(hooks)
 
