@@ -9,8 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from numbers import Real
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from megabatch.core.samples import STOPPED, Microbatch, Samples, Weigh, sample_length
 from megabatch.errors import LossContractError, PlanError, require_count
 from megabatch.inspection.tree import clone, each_leaf
@@ -199,10 +197,6 @@ class DeferredSamples(Samples):
 
     def kinds(self) -> None:
         """Return None: kinds are not known of samples that are loaded later."""
-
-    def column(self, name: str) -> list[Tensor]:
-        """Raise `PlanError`: samples are not in memory."""
-        raise PlanError(f"{name!r} of samples is compared, and Deferred loads samples later; give a list of them")
 
     def copy_last(self) -> Samples:
         """Return these samples: no more of them is in memory."""

@@ -2,7 +2,7 @@
 
 transformers' models read from ``position_ids`` where a sample begins, and attend within it. flash_attention_2 and
 flex_attention compute nothing else. sdpa and eager compute the whole square of the row and hide most of it, which takes
-longer than padding does. `engine.guards.packing_check` tries the model.
+longer than padding does. `batching.packing_check` tries the model.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 A tree is a row of the model: the prefix, then the rest of each of its samples, its branches. Positions go on from the
 prefix in every branch, and a mask hides branches from each other. Logits are gathered back to samples, so that a loss
-sees the rows that it knows. `engine.guards.packing_check` tries the model.
+sees the rows that it knows. `batching.packing_check` tries the model.
 
 A mask hides pairs of positions and computes them all the same. Long branches therefore cost more in a tree than apart,
 and the cut chooses by the cost model which samples share one.
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megabatch.core.samples import Batching, Microbatch, Samples
 from megabatch.errors import LossContractError, PlanError
 from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, with_config
+from megabatch.inspection.odd_values import to_dense_tensor
 from megabatch.inspection.tree import to_device
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
@@ -165,7 +166,7 @@ class SharedPrefix(Batching):
 
     def _tokens(self, samples: Samples) -> list[np.ndarray]:
         """Return the tokens of each sample. Raises `PlanError` for samples that have none."""
-        ids = samples.column(IDS)
+        ids = _gather_column(samples, IDS)
         for sample, (tokens, length) in enumerate(zip(ids, samples.lengths, strict=True)):
             if tokens.ndim != 1 or tokens.is_floating_point() or tokens.device.type != "cpu" or len(tokens) != length:
                 raise PlanError(
@@ -180,9 +181,22 @@ class SharedPrefix(Batching):
         if self.group is None:
             return [list(range(len(samples)))]
         groups: dict[float, list[int]] = {}
-        for row, value in enumerate(samples.column(self.group)):
+        for row, value in enumerate(_gather_column(samples, self.group)):
             groups.setdefault(value.item(), []).append(row)
         return list(groups.values())
+
+
+def _gather_column(samples: Samples, name: str) -> list[Tensor]:
+    """Return one tensor of each sample. Raises `PlanError` for samples without it, and for a deferred batch."""
+    if not samples.is_in_memory:
+        raise PlanError(f"{name!r} of samples is compared, and Deferred loads samples later; give a list of them")
+    column: list[Tensor] = []
+    for row in range(len(samples)):
+        sample = samples.one_view(row)
+        if name not in sample:
+            raise PlanError(f"a sample has no {name!r}, by which samples are compared; give it to all")
+        column.append(to_dense_tensor(name, sample[name]))
+    return column
 
 
 class _Trees(Batching):

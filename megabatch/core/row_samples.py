@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.core.samples import STOPPED, Microbatch, Samples, missing_key_error, split_rows
+from megabatch.core.samples import STOPPED, Microbatch, Samples, split_rows
 from megabatch.errors import PlanError
 from megabatch.inspection.odd_values import not_dense_error
 
@@ -42,12 +42,6 @@ class RowSamples(Samples):
 
     def kinds(self) -> None:
         """Return None: rows are of one kind."""
-
-    def column(self, name: str) -> list[Tensor]:
-        """Return one tensor of each sample."""
-        if name not in self._batch:
-            raise missing_key_error(name)
-        return list(self._batch[name])
 
     def copy_last(self) -> Samples:
         """Return a copy of the last row."""

@@ -322,12 +322,6 @@ class Samples:
         """
         return self.batching.kinds(self._batch)
 
-    def column(self, name: str) -> list[Tensor]:
-        """Return one tensor of each sample. Raises `PlanError` for samples without it, and for a deferred batch."""
-        if any(name not in sample for sample in self._batch):
-            raise missing_key_error(name)
-        return [to_dense_tensor(name, sample[name]) for sample in self._batch]
-
     def forget_early(self) -> None:
         """Free the microbatches of a deferred batch that were taken before their turn."""
 
@@ -373,11 +367,6 @@ class Samples:
 
 def _unchanged(microbatch: Microbatch) -> Microbatch:
     return microbatch
-
-
-def missing_key_error(name: str) -> PlanError:
-    """Return the error for a sample without a key by which samples are compared."""
-    return PlanError(f"a sample has no {name!r}, by which samples are compared; give it to all")
 
 
 def sample_length(sample: Any) -> int:

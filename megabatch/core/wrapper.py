@@ -7,7 +7,7 @@ the wrapper's own division. Gradients are therefore sums over data and context r
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, filterfalse
 from operator import attrgetter, is_
 from typing import Any
 
@@ -71,7 +71,8 @@ class Wrapper:
         self._walked_by = 0  # id of the wrapper; a copy walks its own model
         self._all_parameters: list[nn.Parameter] = []
         self.models = [model]  # the models that the loss calls
-        refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
+        named = model.named_parameters()
+        refuse_float16((f"parameter {name!r}", parameter.dtype) for name, parameter in named)
 
     def accumulate_in(self, wide: Gradients) -> None:
         """Add gradients in a wider dtype. Raises `PlanError` if the wrapper would round them before."""
@@ -154,7 +155,7 @@ class Wrapper:
     def _walk(self) -> None:
         """Note the members of every module. The next check then reads these dicts, and no module."""
         dicts = [*chain.from_iterable(map(members_of_module, self._model.modules()))]
-        self._empty_dicts, self._filled_dicts = [each for each in dicts if not each], list(filter(None, dicts))
+        self._empty_dicts, self._filled_dicts = list(filterfalse(None, dicts)), list(filter(None, dicts))
         self._members = [*chain.from_iterable(map(dict.values, self._filled_dicts))]
         self._all_parameters, self._walked_by = list(self._model.parameters()), id(self)
 
@@ -171,9 +172,9 @@ class Wrapper:
             )
 
 
-def _are_same(objects: Sequence[object], others: Sequence[object]) -> bool:
+def _are_same(first: Sequence[object], second: Sequence[object]) -> bool:
     """Return True if two sequences have the same objects, in the same order."""
-    return len(objects) == len(others) and all(map(is_, objects, others))
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def policies_of_call(policy: str, num_microbatches: int) -> list[str]:
