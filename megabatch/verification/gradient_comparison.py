@@ -1,13 +1,14 @@
 """Runs to compare: one update by the accumulator and one by plain torch, on float64 copies of a model."""
 
 import contextlib
-import math
+import itertools
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -81,31 +82,33 @@ class GradientComparison:
             raise PlanError(
                 "verify was given a mesh with a cp axis, whose ranks see stretches of samples; leave it out"
             )
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        copies = [float64_copy(original) for original in models]
-        alike = [wrap_like(copied, original) for copied, original in zip(copies, models, strict=True)]
-        for module_tree in {*copies, *alike}:
-            stay_in_float64(module_tree)
-        single = isinstance(model, nn.Module)
-        self.given: Any = copies[0] if single else copies
-        self.wrapped: Any = alike[0] if single else alike
-        self.root = copies[0] if single else nn.ModuleList(copies)
+        self.originals = [model] if isinstance(model, nn.Module) else list(model)
+        self.copies = list(map(float64_copy, self.originals))
+        self.wrapped_copies = list(map(wrap_like, self.copies, self.originals))
+        self.given: Any = self.copies
+        self.wrapped: Any = self.wrapped_copies
+        self.root: nn.Module = nn.ModuleList(self.copies)
+        if isinstance(model, nn.Module):
+            self.given, self.wrapped, self.root = self.copies[0], self.wrapped_copies[0], self.copies[0]
         self.device = next(self.root.parameters()).device
         self.takes_divisor = takes_divisor(loss_fn)
-        self._hooked = [pair for original in models for pair in original.named_parameters()]
-        self._outside: dict[int, Tensor] | None = None  # trainable tensors of neither the model nor the batch
+        # Trainable tensors of neither the model nor the batch, and all other leaves with their gradients.
+        self._outside: dict[int, Tensor] | None = None
+        self._others: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
         self._drawn = random_state.note(self.device)
-        modules = [module for module_tree in {*copies, *alike} for module in module_tree.modules()]
-        named = [(module, name, buffer) for module in modules for name, buffer in module.named_buffers(recurse=False)]
-        self._buffers = [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in named]
-        self._others: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}  # leaves and their gradients
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for module_tree in {*self.copies, *self.wrapped_copies}:
+            stay_in_float64(module_tree)
+            for module in module_tree.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    self._buffers.append((module, name, buffer, buffer.detach().clone()))
         self._planner = gradient.planner
         self._given_batch = batch
         self._batch = batch if isinstance(batch, Deferred) else in_float64(batch, torch.device("cpu"))
         shares = ranks.exchange_objects(list(batch) if isinstance(batch, Deferred) else self._batch)[: ranks.degree]
         with catch_causes():
             self.sizes = [len(self._samples(share)) for share in shares]
-            self.shares = _join([share for share, size in zip(shares, self.sizes, strict=True) if size])
+            self.shares = _join(list(itertools.compress(shares, self.sizes)))
         if sum(self.sizes) < 2:
             raise PlanError(f"verify was given {sum(self.sizes)} samples; cutting needs at least 2")
 
@@ -120,12 +123,11 @@ class GradientComparison:
         """Return limits and policies: every limit with the first policy, and one limit with each other policy."""
         largest = max(self.sizes)
         ragged = 3 if largest > 3 and largest % 2 == 0 else 2
-        sizes: dict[int, Limit] = {size: Rows(size) for size in (1, ragged, largest)}
+        limits: list[Limit] = [Rows(size) for size in (1, ragged, largest)]
+        # A packed row of few shapes is limited by tokens alone.
         if isinstance(self._planner_choice, Shapes) and isinstance(self.options.get("batching"), OneRow):
-            # A packed row of few shapes is limited by tokens alone.
             longest = max(max(self._samples(share).lengths) for share in self.shares)
-            sizes = {size: Tokens(size * longest) for size in (1, ragged, largest)}
-        limits = [self.first, *(limit for limit in sizes.values() if limit != self.first)]
+            limits = [Tokens(size * longest) for size in (1, ragged, largest)]
         sync = self.options.get("sync", "auto")
         with catch_causes():
             wrapper = self._make_accumulator(self.first, sync).wrapper
@@ -134,7 +136,8 @@ class GradientComparison:
             with contextlib.suppress(PlanError):
                 policies.setdefault(choose_policy(wrapper, policy)[0], policy)
         first, *other_policies = policies.values()
-        return [(limit, first) for limit in limits] + [(sizes[1], policy) for policy in other_policies]
+        runs = [(limit, first) for limit in dict.fromkeys([self.first, *limits])]
+        return runs + [(limits[0], policy) for policy in other_policies]
 
     def run_whole(self, scale: float = 1.0) -> UpdateRun:
         """Run the backward of ``scale`` times the loss of the whole batch in plain torch."""
@@ -151,18 +154,18 @@ class GradientComparison:
 
     def check_comparable(self, uncut: UpdateRun) -> None:
         """Raise `CauseError` if equal gradients would prove nothing."""
-        values = [*uncut.gradients.values(), *(total for total, _ in uncut.sums.values())]
-        if not all(bool(torch.isfinite(value).all()) for value in values):
+        totals = [total for total, _ in uncut.sums.values()]
+        if not all(map(_is_finite, [*uncut.gradients.values(), *totals])):
             raise CauseError(
                 "the loss or its gradient is not finite on this batch; look at its samples and at the loss"
             )
-        if not any(bool(value.any()) for value in uncut.gradients.values()):
+        if not any(map(torch.any, uncut.gradients.values())):
             raise CauseError(NOTHING)
         drawn, state = random_state.note(self.device), self._state()
         doubled = 1.0 if self.takes_divisor else 2.0
         again = self.run_whole(doubled)
         is_drawing, moved = not random_state.note(self.device).same_as(drawn), self._describe_moved(state)
-        if not largest_error(relative_errors(again.gradients, uncut.gradients)):
+        if not largest_error(relative_errors(again.gradients, uncut.gradients).values()):
             return
         if not self._repeats(uncut, 1.0) or (is_drawing and self._repeats(uncut, doubled)):
             raise CauseError(
@@ -181,25 +184,27 @@ class GradientComparison:
             gradient = self._make_accumulator(limit, sync)
             self._check_runs(gradient)
             try:
-                local_sums = gradient.forward_backward(self._batch, self.loss_fn)
+                terms = gradient.forward_backward(self._batch, self.loss_fn)
             except MegabatchError:
                 raise
-            except Exception as error:  # for example a batch norm of one value
+            # For example from a batch norm of one value.
+            except Exception as error:
                 raise CauseError(self._describe_failure(gradient, error)) from error
             gradient.finalize()
-            names, parameters = [name for name, _ in self._named], self._trained
-            gradients = dict(zip(names, map(_whole_gradient, parameters), strict=True))
-            for parameter in parameters:
+            gradients: dict[str, Tensor] = {}
+            for (name, _), parameter in zip(self._named, self._trained, strict=True):
+                gradients[name] = _whole_gradient(parameter)
                 parameter.grad = None
-        reported_sums = {name: (float(total), float(weight)) for name, (total, weight) in local_sums.items()}
-        rows = [row for row in self.ranks.exchange_objects(reported_sums)[: self.ranks.num_weighing] if row]
-        sums = {name: [sum(column) for column in zip(*(row[name] for row in rows), strict=True)] for name in rows[0]}
-        assert gradient.last_plan is not None  # of the call
-        number = len([microbatch for microbatch in gradient.last_plan.microbatches if microbatch])
+        local_sums: dict[str, Term] = {}
+        for name, (total, weight) in terms.items():
+            local_sums[name] = Term(total.detach().cpu().double(), float(weight))
+        sums: dict[str, Term] = {}
+        for rank_sums in self.ranks.exchange_objects(local_sums)[: self.ranks.num_weighing]:
+            add_terms(sums, rank_sums)
+        assert gradient.last_plan is not None
+        number = sum(map(bool, gradient.last_plan.microbatches))
         number = sum(self.ranks.exchange_objects(number)[: self.ranks.degree])
-        return UpdateRun(
-            gradients, {name: Term(torch.tensor(a, dtype=torch.float64), b) for name, (a, b) in sums.items()}, number
-        )
+        return UpdateRun(gradients, sums, number)
 
     def compute_loss(self) -> tuple[Tensor, dict[str, Term]]:
         """Return the loss of the update, and its sums."""
@@ -209,10 +214,10 @@ class GradientComparison:
         for name in differentiable(sums):
             total, weight = sums[name].total, float(sums[name].weight)
             detached_sums[name] = Term(total.detach(), weight)
-            if not weight and float(total.detach()):
+            if not weight and detached_sums[name].total:
                 raise CauseError(
-                    f"term {name!r} of the loss has the weight 0 and the total {float(total.detach()):.6g}, so that "
-                    "there is nothing to divide it by; return what it counts"
+                    f"term {name!r} of the loss has the weight 0 and the total {float(detached_sums[name].total):.6g}, "
+                    "so that there is nothing to divide it by; return what it counts"
                 )
             parts.append(total / max(weight, 1e-300))
         return torch.stack(parts).sum() if parts else torch.zeros(()), detached_sums
@@ -220,9 +225,10 @@ class GradientComparison:
     def compute_sums(self) -> dict[str, Term]:
         """Return the terms of the whole batch."""
         divisors: Counter[str] = Counter()
-        for microbatch in self.microbatches() if self.takes_divisor else ():
-            divisors.update(self._count_weights(microbatch))
         sums: dict[str, Term] = {}
+        if self.takes_divisor:
+            for microbatch in self.microbatches():
+                divisors.update(self._count_weights(microbatch))
         for microbatch in self.microbatches():
             add_terms(sums, self.compute_terms(microbatch, divisors))
         return sums
@@ -234,16 +240,15 @@ class GradientComparison:
     def compute_terms(self, microbatch: Microbatch, divisors: Mapping[str, float] | None = None) -> dict[str, Term]:
         """Return the terms of a microbatch, from the copy without a wrapper; divided totals become sums again."""
         named: dict[str, Any] = {}
-        known_divisors: Mapping[str, float] = {}
         if self.takes_divisor:
-            known_divisors = divisors or dict.fromkeys(self._count_weights(microbatch), 1.0)
-            named["divisor"] = known_divisors if len(known_divisors) > 1 else next(iter(known_divisors.values()), 1.0)
+            divisors = divisors or dict.fromkeys(self._count_weights(microbatch), 1.0)
+            named["divisor"] = divisors if len(divisors) > 1 else next(iter(divisors.values()), 1.0)
         with catch_causes():
-            returned = cast(Any, self.loss_fn)(self.given, clone(microbatch), **named)
-        terms = terms_of(returned)
-        for name in terms if known_divisors else ():
-            divided = known_divisors.get(name, next(iter(known_divisors.values())))
-            terms[name] = Term(terms[name].total * divided, terms[name].weight)
+            terms = terms_of(cast(Any, self.loss_fn)(self.given, clone(microbatch), **named))
+        if self.takes_divisor and divisors:
+            only_divisor = next(iter(divisors.values()))
+            for name, (total, weight) in terms.items():
+                terms[name] = Term(total * divisors.get(name, only_divisor), weight)
         return terms
 
     def microbatches(self) -> Iterator[Microbatch]:
@@ -266,23 +271,20 @@ class GradientComparison:
         return GradientAccumulator(self.wrapped, planner=self._planner_choice.limited(limit), **options)
 
     @property
-    def _models(self) -> list[nn.Module]:
-        return list(self.given) if isinstance(self.given, list) else [self.given]
-
-    @property
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.root.named_parameters() if parameter.requires_grad]
 
     @property
     def _trained(self) -> list[nn.Parameter]:
-        models = self.wrapped if isinstance(self.wrapped, list) else [self.wrapped]
-        return [parameter for model in models for parameter in unwrapped(model).parameters() if parameter.requires_grad]
+        modules = nn.ModuleList(map(unwrapped, self.wrapped_copies))
+        return [parameter for parameter in modules.parameters() if parameter.requires_grad]
 
     def _samples(self, batch: Batch) -> Samples:
         return self._planner.samples(batch, loss_hooks(self.loss_fn).prepare)
 
     def _take(self, samples: Samples, rows: Sequence[int]) -> Microbatch:
-        with catch_causes():  # a model whose samples may not be padded
+        # Samples of some models may not be padded.
+        with catch_causes():
             taken = samples.take(rows)
         return in_float64(clone(taken), self.device)
 
@@ -302,8 +304,9 @@ class GradientComparison:
     def _split(self, gradient: GradientAccumulator) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, as the accumulator makes them."""
         samples = self._samples(self._batch)
-        for rows in gradient.plan(self._batch).microbatches if len(samples) else ():
-            yield self._take(samples, rows)
+        if len(samples):
+            for rows in gradient.plan(self._batch).microbatches:
+                yield self._take(samples, rows)
 
     def _check_runs(self, gradient: GradientAccumulator) -> None:
         """Raise on all ranks an error that one would raise in the middle of a call, where the others would wait."""
@@ -314,13 +317,13 @@ class GradientComparison:
             try:
                 for microbatch in self._split(gradient):
                     self.run_microbatch(microbatch)
-            except CauseError:  # the accumulator raises it on all ranks
+            # The accumulator raises a cause on all ranks. The user's model may raise anything.
+            except CauseError:
                 pass
-            except Exception as error:  # the user's model may raise anything
+            except Exception as error:
                 failure = self._describe_failure(gradient, error)
-        failures = [reported for reported in self.ranks.exchange_objects(failure) if reported is not None]
-        if failures:
-            raise CauseError(failures[0])
+        for reported in filter(None, self.ranks.exchange_objects(failure)):
+            raise CauseError(reported)
 
     def _describe_failure(self, gradient: GradientAccumulator, error: Exception) -> str:
         """Describe why the batch runs whole and not in microbatches."""
@@ -335,7 +338,7 @@ class GradientComparison:
         """Return true if a run from the initial state gives the same gradient."""
         self._put_back_buffers()
         random_state.put_back(self._drawn)
-        return not largest_error(relative_errors(self.run_whole(scale).gradients, uncut.gradients))
+        return not largest_error(relative_errors(self.run_whole(scale).gradients, uncut.gradients).values())
 
     def _state(self) -> dict[str, Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self.root.named_buffers()}
@@ -344,12 +347,14 @@ class GradientComparison:
         """Describe the first module with changed buffers; modules with batch statistics come last."""
         now = self._state()
         names = [name for name, buffer in state.items() if name not in now or not torch.equal(now[name], buffer)]
-        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-        modules.sort(key=lambda name: hasattr(self.root.get_submodule(name), "track_running_stats"))
-        if not modules:
+        buffers_of: dict[str, list[str]] = {}
+        for name in names:
+            module, _, buffer = name.rpartition(".")
+            buffers_of.setdefault(module, []).append(repr(buffer))
+        if not buffers_of:
             return "what the model or the loss keeps"
-        buffers = ", ".join(repr(name.rpartition(".")[2]) for name in names if name.rpartition(".")[0] == modules[0])
-        return f"the state of module {modules[0]!r} ({self._kind(modules[0])}: {buffers})"
+        first = min(buffers_of, key=lambda name: hasattr(self.root.get_submodule(name), "track_running_stats"))
+        return f"the state of module {first!r} ({self._kind(first)}: {', '.join(buffers_of[first])})"
 
     def _note_outside(self, quotient: Tensor) -> None:
         """Note trainable leaves that every run reaches; inputs that the loss lets carry a gradient differ per run."""
@@ -372,14 +377,14 @@ def catch_causes() -> Generator[None]:
 
 
 def relative_errors(cut: dict[str, Tensor], uncut: dict[str, Tensor]) -> dict[str, float]:
-    size = float(torch.stack([value.norm() for value in uncut.values()]).norm()) if uncut else 0.0
+    size = float(torch.stack([value.norm() for value in uncut.values()]).norm())
     floor = max(NEGLIGIBLE * size, 1e-300)
-    return {name: _distance(cut[name], value) / max(float(value.norm()), floor) for name, value in uncut.items()}
+    return {name: float((cut[name] - value).norm()) / max(float(value.norm()), floor) for name, value in uncut.items()}
 
 
-def largest_error(errors: Mapping[Any, float]) -> float:
-    values = list(errors.values())
-    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
+def largest_error(errors: Iterable[float]) -> float:
+    """Return the largest error, 0 without one, and NaN if one is."""
+    return float(np.max([0.0, *errors]))
 
 
 def _join(shares: list[Batch]) -> list[Batch]:
@@ -387,8 +392,8 @@ def _join(shares: list[Batch]) -> list[Batch]:
     if all(not isinstance(share, Mapping) for share in shares):
         return [[sample for share in shares for sample in cast(Sequence[Any], share)]]
     rows = [share for share in shares if isinstance(share, Mapping)]
-    shapes = [{name: (value.shape[1:], value.dtype) for name, value in row.items()} for row in rows]
-    if len(rows) < len(shares) or any(shape != shapes[0] for shape in shapes):
+    kinds = [[(name, value.shape[1:], value.dtype) for name, value in sorted(row.items())] for row in rows]
+    if len(rows) < len(shares) or any(kind != kinds[0] for kind in kinds):
         return shares
     return [{name: torch.cat([row[name] for row in rows]) for name in rows[0]}]
 
@@ -398,5 +403,5 @@ def _whole_gradient(parameter: nn.Parameter) -> Tensor:
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone()
 
 
-def _distance(gradient: Tensor, reference: Tensor) -> float:
-    return float(cast(Tensor, (gradient - reference).norm()))
+def _is_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values).all())

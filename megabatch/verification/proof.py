@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +28,6 @@ from megabatch.inspection import random_state
 from megabatch.inspection.model_facts import with_config
 from megabatch.inspection.tree import clone
 from megabatch.losses.coupled_loss import Encoded, JointLoss, describe_fault
-from megabatch.planners.beyond_limits import SameBits, Shapes
 from megabatch.planners.built_in import MOVED, BuiltIn, Rows, Tokens, choose_planner, refuse_moved
 from megabatch.planning.planner import Planner
 from megabatch.torch_private.fsdp2_groups import param_groups
@@ -45,7 +45,7 @@ from megabatch.verification.gradient_comparison import (
     largest_error,
     relative_errors,
 )
-from megabatch.verification.mixing import explain_padding, find_mixing_module, find_router_terms
+from megabatch.verification.mixing import explain_padding, find_mixing_module, find_router_terms, take_rows
 from megabatch.wrappers.detect import Models
 
 # Losses whose mean a transformers model computes itself, and the condition on the model.
@@ -59,19 +59,26 @@ FSDP2_SETTINGS = ("gradient_divide_factor", "force_sum_reduction_for_comms", "re
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of `verify`."""
+    """Result of `verify`.
+
+    Attributes:
+        ok: True if nothing is wrong.
+        worst: Largest relative error of a parameter's gradient.
+        errors: ||accumulated - whole|| / ||whole|| of each parameter, the largest of all runs.
+        causes: Sentences that say what is wrong.
+    """
 
     ok: bool
-    worst: float  # largest relative error of a parameter's gradient
-    errors: dict[str, float]  # parameter -> ||accumulated - whole|| / ||whole||, the largest of all runs
-    causes: tuple[str, ...]  # in words; empty if nothing is wrong
+    worst: float
+    errors: dict[str, float]
+    causes: tuple[str, ...]
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else "NOT exact"
         measured = f"worst relative error of a gradient {self.worst:.1e}"
-        return "\n".join(
-            [f"{verdict}: {'no gradient was compared' if math.isnan(self.worst) else measured}", *self.causes]
-        )
+        if math.isnan(self.worst):
+            measured = "no gradient was compared"
+        return "\n".join([f"{verdict}: {measured}", *self.causes])
 
 
 def verify(
@@ -114,7 +121,8 @@ def verify(
     # Losses that take derivatives need a graph in every run.
     with _restoring(models), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         try:
-            with catch_causes():  # it may refuse the user's model but not the copy
+            # The accumulator may refuse the user's model but not the copy.
+            with catch_causes():
                 gradient = GradientAccumulator(model, planner=planner.limited(first), **options)
             kind = _JointProof if isinstance(loss_fn, JointLoss) else _Proof
             proof = kind(model, cast(Any, loss_fn), batch, planner, first, options, gradient)
@@ -130,12 +138,13 @@ def _limits_of(options: dict[str, Any], micro_batch_size: int) -> tuple[BuiltIn,
     planner_option, tokens = options.pop("planner", None), options.pop("max_microbatch_tokens", None)
     if isinstance(planner_option, Planner):
         raise PlanError("verify() compares cuts of its own, and planner= is a rule of yours; leave it out")
-    tokens = tokens if tokens is None or isinstance(tokens, int) else getattr(tokens, "max_microbatch_tokens", None)
+    if not isinstance(tokens, int):
+        tokens = getattr(tokens, "max_microbatch_tokens", None)
     first = Rows(micro_batch_size) if tokens is None else Tokens(tokens)
     if planner_option is None:
         return first, first
     planner = choose_planner(planner_option, None, tokens)
-    limit = planner.limit if isinstance(planner, Shapes | SameBits) else planner
+    limit = getattr(planner, "limit", planner)
     return planner, limit if isinstance(limit, Rows | Tokens) else first
 
 
@@ -146,12 +155,14 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
     Inside, a loss that returns a mean is not refused, so that its gradient can be compared.
     """
     modules = [module for model in models for module in model.modules()]
-    attributes = [attribute for module in modules for attribute in vars(module).items()]
-    hooks = [value for name, value in attributes if "hooks" in name and isinstance(value, dict)]
-    saved_hooks = [(module_hooks, module_hooks.copy()) for module_hooks in hooks]
-    groups = param_groups([module for module in modules if isinstance(module, FSDPModule)])
-    pairs = [(group, name) for group in groups for name in FSDP2_SETTINGS if name in vars(group)]
-    fsdp2_settings = [(group, name, vars(group)[name]) for group, name in pairs]
+    saved_hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for module in modules:
+        for name, value in vars(module).items():
+            if "hooks" in name and isinstance(value, dict):
+                saved_hooks.append((value, value.copy()))
+    saved_settings: list[tuple[Any, dict[str, Any]]] = []
+    for group in param_groups([module for module in modules if isinstance(module, FSDPModule)]):
+        saved_settings.append((group, {name: vars(group)[name] for name in FSDP2_SETTINGS if name in vars(group)}))
     device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
     drawn, other_generators = random_state.note(device), (random.getstate(), np.random.get_state())
     refusing = REFUSES_MEANS.set(False)
@@ -162,8 +173,8 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
         for module_hooks, before in saved_hooks:
             module_hooks.clear()
             module_hooks.update(before)
-        for group, name, value in fsdp2_settings:
-            setattr(group, name, value)
+        for group, settings in saved_settings:
+            vars(group).update(settings)
         random_state.put_back(drawn)
         random.setstate(other_generators[0])
         np.random.set_state(other_generators[1])
@@ -172,7 +183,8 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
 class _Proof(GradientComparison):
     """The verdict of a comparison, and the search for causes."""
 
-    result = "loss"  # the word for what a microbatch gives
+    # The word for what a microbatch gives.
+    result = "loss"
     unexplained = (
         "the gradients differ, and neither the modules nor the sums of the loss show why; perhaps the loss itself "
         "couples the samples of a microbatch by a number that it detaches, such as a mean, a maximum or a ratio of "
@@ -191,26 +203,27 @@ class _Proof(GradientComparison):
         if uncut is None or unfit:
             return Verification(False, math.nan, {}, tuple(unfit))
         runs: list[UpdateRun] = []
-        refused: list[tuple[bool, str]] = []  # false for the first run, and the reason
+        refused: dict[int, str] = {}
         for number, (limit, sync) in enumerate(self.list_runs()):
             try:
                 runs.append(self.run_accumulated(limit, sync))
             except CauseError as cause:
-                refused.append((number > 0, str(cause)))
-        errors: dict[str, float] = {}
+                refused[number] = str(cause)
+        errors = dict.fromkeys(uncut.gradients, 0.0) if runs else {}
         for run in runs:
             for name, error in relative_errors(run.gradients, uncut.gradients).items():
-                errors[name] = largest_error({0: error, 1: errors.get(name, 0.0)})  # NaN if one is
-        worst = largest_error(errors) if runs else math.nan
+                errors[name] = largest_error([error, errors[name]])
+        worst = largest_error(errors.values()) if runs else math.nan
         wrong = bool(runs) and not worst <= tolerance
-        causes_of_difference = [
-            (False, cause) for cause in self.find_causes(uncut, runs, wrong=wrong, refused=bool(refused))
-        ]
-        causes = [cause for _, cause in sorted([*refused, *causes_of_difference], key=lambda pair: pair[0])]
+        causes = list(self.find_causes(uncut, runs, wrong=wrong, refused=bool(refused)))
+        # The refusal of the first run says the most, and those of the others the least.
+        if 0 in refused:
+            causes.insert(0, refused.pop(0))
+        causes += refused.values()
         if wrong and not causes:
             causes = [self.unexplained]
         causes = _unique(self.ranks.exchange_objects(causes))
-        worst = largest_error(dict(enumerate(self.ranks.exchange_objects(worst))))
+        worst = largest_error(self.ranks.exchange_objects(worst))
         return Verification(not causes, worst, errors, tuple(causes))
 
     def find_causes(self, uncut: UpdateRun, runs: list[UpdateRun], *, wrong: bool, refused: bool) -> Iterator[str]:
@@ -218,14 +231,14 @@ class _Proof(GradientComparison):
         if not refused:
             yield from self._find_foreign_tensors()
         yield from self._find_hooks()
-        if not check_backward(self._models, lambda: self.compute_loss()[0]):
+        if not check_backward(self.copies, lambda: self.compute_loss()[0]):
             yield WRONG_BACKWARD
         causes = list(self._find_different_sums(uncut, runs[0])) if runs else []
         if wrong or causes:
-            searches = (self._find_mixing, self._find_padding, self._find_shared_memory)
-            named = [cause for search in searches if (cause := search())]
+            explanation = self._find_mixing() or self._find_padding() or self._find_shared_memory()
             # A cause explains totals that differ, not a weight that counts something else.
-            causes = [*named[:1], *(cause for cause in causes if not named or "is no count" in cause)]
+            if explanation is not None:
+                causes = [explanation, *(cause for cause in causes if "is no count" in cause)]
         causes += self._find_unused_targets()
         yield from causes or self._find_other_loss(uncut)
 
@@ -239,12 +252,13 @@ class _Proof(GradientComparison):
 
     def _find_hooks(self) -> Iterator[str]:
         """Find hooks on the user's parameters, which the copy does not have."""
-        for name, parameter in self._hooked:
-            if foreign_hooks(parameter):
-                yield (
-                    f"parameter {name!r} has a hook, which sees the gradient of each microbatch and not that of the "
-                    "update; remove it, and change p.grad after finalize()"
-                )
+        for model in self.originals:
+            for name, parameter in model.named_parameters():
+                if foreign_hooks(parameter):
+                    yield (
+                        f"parameter {name!r} has a hook, which sees the gradient of each microbatch and not that of "
+                        "the update; remove it, and change p.grad after finalize()"
+                    )
 
     def _find_mixing(self) -> str | None:
         if not isinstance(self.everything, Mapping):
@@ -262,12 +276,15 @@ class _Proof(GradientComparison):
         """Find out if a sample has another loss beside a longer one."""
         samples = self._samples(self.shares[0])
         order = sorted(range(len(samples)), key=samples.lengths.__getitem__)
-        alone, both = (self._take(samples, rows) for rows in ([order[0]], [order[0], order[-1]]))
-        if samples.lengths[order[0]] == samples.lengths[order[-1]] or not _has_rows(alone, 1) or not _has_rows(both, 2):
+        shortest, longest = order[0], order[-1]
+        if samples.lengths[shortest] == samples.lengths[longest]:
             return None
-        padded = {name: value[:1] if isinstance(value, Tensor) else value for name, value in both.items()}
-        config = getattr(with_config(self._models[0]), "config", None)
+        alone, both = self._take(samples, [shortest]), self._take(samples, [shortest, longest])
+        if not _has_rows(alone, 1) or not _has_rows(both, 2):
+            return None
+        config = getattr(with_config(self.copies[0]), "config", None)
         pad_token = getattr(config, "pad_token_id", None)
+        padded = take_rows(both, slice(1))
         return explain_padding(self.run_microbatch, self.result, alone, padded, pad_token) or None
 
     def _find_shared_memory(self) -> str | None:
@@ -284,42 +301,43 @@ class _Proof(GradientComparison):
         return None
 
     def _find_different_sums(self, uncut: UpdateRun, cut: UpdateRun) -> Iterator[str]:
+        number, missing = cut.num_microbatches, Term(torch.zeros(()), 0.0)
         for name in uncut.sums:
-            (total, weight), (cut_total, cut_weight) = uncut.sums[name], cut.sums.get(name, Term(torch.zeros(()), 0.0))
-            no_sum = _differ(float(total), float(cut_total))
-            of_routers = no_sum and name in find_router_terms(self.root, self.compute_terms, self.everything)
-            if of_routers:
+            total, weight = map(float, uncut.sums[name])
+            cut_total, cut_weight = map(float, cut.sums.get(name, missing))
+            if _differ(weight, cut_weight):
+                yield (
+                    f"the weight of {name!r} is no count: {weight:.6g} for the batch whole, {cut_weight:.6g} added "
+                    f"over its {number} microbatches; it counts microbatches, or padding (only labels are padded with "
+                    "-100), and not what is summed: return the number of targets"
+                )
+            if not _differ(total, cut_total):
+                continue
+            if name in find_router_terms(self.root, self.compute_terms, self.everything):
                 yield (
                     f"the total of {name!r} has in it a router loss over the batch: a product of means over tokens, "
                     "which every cut changes; give it as a named term with its own weight, and to be exact under every "
                     "cut as experts.sequence_balance"
                 )
-            if _differ(float(weight), float(cut_weight)):
-                yield (
-                    f"the weight of {name!r} is no count: {float(weight):.6g} for the batch whole, "
-                    f"{float(cut_weight):.6g} added over its {cut.num_microbatches} microbatches; it counts "
-                    "microbatches, or padding (only labels are padded with -100), and not what is summed: return the "
-                    "number of targets"
-                )
-            if no_sum and not of_routers:
-                yield (
-                    f"the total of {name!r} is no sum: {float(total):.6g} for the batch whole, "
-                    f"{float(cut_total):.6g} added over its {cut.num_microbatches} microbatches; it is divided, "
-                    "perhaps to a mean, or couples samples: return the sum"
-                )
+                continue
+            yield (
+                f"the total of {name!r} is no sum: {total:.6g} for the batch whole, {cut_total:.6g} added over its "
+                f"{number} microbatches; it is divided, perhaps to a mean, or couples samples: return the sum"
+            )
 
     def _find_unused_targets(self) -> Iterator[str]:
         """Find labels at position 0 that the weight counts and the total never sums, as after a causal shift."""
         labels = self.everything.get("labels") if isinstance(self.everything, Mapping) else None
         if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point() or labels.shape[1] < 2:
             return
-        with_first, without = dict(self.everything), dict(self.everything)
-        with_first["labels"], without["labels"] = labels.clone(), labels.clone()
-        with_first["labels"][:, 0] = labels.clamp(min=0)[:, 0]
-        without["labels"][:, 0] = IGNORED_LABEL
+        with_first, without = labels.clone(), labels.clone()
+        with_first[:, 0] = labels.clamp(min=0)[:, 0]
+        without[:, 0] = IGNORED_LABEL
+        # A user's loss need not support ignored labels.
         try:
-            counted, ignored = (self.compute_terms(microbatch) for microbatch in (with_first, without))
-        except Exception:  # a user's loss need not support ignored labels
+            counted = self.compute_terms({**self.everything, "labels": with_first})
+            ignored = self.compute_terms({**self.everything, "labels": without})
+        except Exception:
             return
         for name in counted:
             if counted[name].total == ignored[name].total and counted[name].weight != ignored[name].weight:
@@ -330,12 +348,12 @@ class _Proof(GradientComparison):
 
     def _find_other_loss(self, uncut: UpdateRun) -> Iterator[str]:
         """Compare the loss with the mean that the model itself computes from the labels."""
-        model_loss = self._compute_own_loss() if len(uncut.sums) == len(self.shares) == 1 else None
-        if model_loss is None:
+        model_loss = self._compute_own_loss()
+        if model_loss is None or len(uncut.sums) > 1 or len(self.shares) > 1:
             return
         ((name, (total, weight)),) = uncut.sums.items()
-        quotient = float(total) / float(weight) if weight else 0.0
-        share = model_loss / quotient if quotient else 0.0
+        quotient = float(total) / (float(weight) or math.inf)
+        share = model_loss / (quotient or math.inf)
         if share > 1.5 and not _differ(share, round(share)):
             yield (
                 f"the total of {name!r} over its weight is exactly 1/{round(share)} of the model's own mean loss: "
@@ -343,7 +361,7 @@ class _Proof(GradientComparison):
             )
             return
         compares = OWN_LOSS.get(inspect.unwrap(self.loss_fn))
-        if _differ(model_loss, quotient) and compares is not None and compares(self._models[0]):
+        if _differ(model_loss, quotient) and compares is not None and compares(self.copies[0]):
             yield (
                 f"the loss is {quotient:.6g} and the model's own, of the same batch with its labels, is "
                 f"{model_loss:.6g}: they see other inputs or other targets (a mask that is left out where masked "
@@ -352,18 +370,17 @@ class _Proof(GradientComparison):
 
     def _compute_own_loss(self) -> float | None:
         """Return the loss that a transformers model computes; None without one, or for another kind of loss."""
-        model, batch = self._models[0], self._planner.samples(self.shares[0])
-        if len(self._models) > 1 or "labels" not in _names(model.forward):
-            return None
+        batch = self._planner.samples(self.shares[0])
         microbatch = self._take(batch, range(len(batch)))
-        if not isinstance(microbatch, Mapping) or "labels" not in microbatch:
+        is_labelled = isinstance(microbatch, Mapping) and "labels" in microbatch
+        if len(self.copies) > 1 or not is_labelled or "labels" not in signature(self.copies[0].forward).parameters:
             return None
-        with self._restoring_buffers():
-            try:
-                loss = getattr(model(**microbatch), "loss", None)
-            except Exception:  # verify does not check this loss
-                return None
-        return float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        # verify does not check this loss, which may raise anything.
+        with self._restoring_buffers(), contextlib.suppress(Exception):
+            loss = getattr(self.copies[0](**microbatch), "loss", None)
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                return float(loss.detach())
+        return None
 
 
 class _JointProof(_Proof):
@@ -400,7 +417,8 @@ class _JointProof(_Proof):
         for row in range(len(samples)):
             try:
                 alone = pytree.tree_leaves(self.run_microbatch(self._take(samples, [row])))
-            except Exception as error:  # for example a batch norm of one value
+            # For example from a batch norm of one value.
+            except Exception as error:
                 yield f"encode runs on the batch whole and fails on sample {row} alone: {in_one_line(error)}"
                 return
             for rows, representation in zip(together, alone, strict=True):
@@ -417,8 +435,8 @@ class _JointProof(_Proof):
     def _find_unused_targets(self) -> Iterator[str]:
         yield from ()
 
-    def _find_other_loss(self, uncut: UpdateRun) -> Iterator[str]:
-        yield from ()
+    def _compute_own_loss(self) -> float | None:
+        return None
 
 
 def _has_rows(microbatch: Any, number: int) -> bool:
@@ -427,14 +445,6 @@ def _has_rows(microbatch: Any, number: int) -> bool:
         return False
     tensors = [value for value in microbatch.values() if isinstance(value, Tensor)]
     return bool(tensors) and all(tensor.ndim and len(tensor) == number for tensor in tensors)
-
-
-def _names(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's arguments, if known."""
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def _unique(causes_by_rank: Sequence[list[str]]) -> list[str]:
