@@ -85,7 +85,7 @@ def advise(audit: Audit) -> Advice:
         return Advice(f"{NOT_COMPILED} megabatch audit {_command(audit)} if torch.compile runs the whole step")
     if audit.ok:
         return Advice("nothing; the gradient is exact")
-    is_unknown = any(not update.weights or update.counts is None for update in audit.updates)
+    is_unknown = not audit.is_counted or not all(update.weights for update in audit.updates)
     if is_unknown and any(update.is_compiled for update in audit.updates):
         return Advice(f"the loss is inside torch.compile; run {NOT_COMPILED} megabatch audit {_command(audit)}")
     if audit.loop.library == MEGABATCH:
@@ -99,7 +99,7 @@ def advise(audit: Audit) -> Advice:
         return Advice("cannot tell; megabatch.verify compares your loss with and without a split")
     if audit.may_be_mean_of_means:
         return _change(audit, "nothing if you mean one weight for each sample; for one of each token")
-    if not audit.is_length_known and any(map(audit.is_near, MEANS.values())):
+    if not audit.is_length_known and audit.is_near(*MEANS.values()):
         return Advice("cannot tell; the direction is exact, and the length is not known")
     return _change(audit, "every token would weigh 1.00 with")
 

@@ -9,11 +9,10 @@ import torch
 
 from megabatch.verification.audit_advice import advise
 from megabatch.verification.audit_report import SAME, TOKEN, Audit, UpdateFindings
-from megabatch.verification.audit_text import UNKNOWN, facts_of, percent, span, verdict_of, weights_text
+from megabatch.verification.audit_text import UNKNOWN, percent, span, verdict_of, weights_text
 
 # Bars of the picture, and those that have numbers above.
-MAX_BARS = 160
-MAX_NUMBERED = 16
+MAX_BARS, MAX_NUMBERED = 160, 16
 # A picture of more shares has no room for the number 0 beside 1.00.
 ROOM = 12
 # The colours of report.html: megabatch/train/report/assets/page.css.
@@ -67,8 +66,7 @@ details { margin-top: 8px; } summary { width: fit-content; padding: 4px 0; color
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { font-weight: 600; color: var(--muted); } td.words, th.words { text-align: left; }
-td.words { white-space: normal; overflow-wrap: anywhere; min-width: 12ch; vertical-align: top; }
+th { font-weight: 600; color: var(--muted); } td:first-child, th:first-child { text-align: left; }
 @media (max-width: 700px) {
   body { padding: 18px 14px 36px; } h1 { font-size: 20px; }
   .plot { height: 200px; margin-left: 36px; } .bar s { display: none; }
@@ -222,15 +220,10 @@ def _change(audit: Audit) -> Iterator[str]:
 
 def _details(audit: Audit) -> Iterator[str]:
     yield "<section><h2>Details</h2>"
-    if audit.updates:
-        rows = [(name, _text(text)) for name, text in facts_of(audit)]
-        yield _folded("Counts, ranks, scheduler and padding", _table([("line", "finding"), *rows], num_words=2))
     if any(update.distances for update in audit.updates):
         yield _folded("How far the gradient is from each mean", _distances(audit.updates))
     for update in audit.updates:
         yield _folded(f"Microbatches of update {update.number}", _microbatches(update))
-    reasons = [*audit.unknown, "terms of the loss beside its cross-entropy"]
-    yield _folded("What the audit cannot tell", "".join(f"<p>{_text(reason)}</p>" for reason in reasons))
     yield _folded("As the terminal prints it", f"<pre>{_text(str(audit))}</pre>")
     yield "</section>"
 
@@ -239,16 +232,10 @@ def _folded(title: str, inner: str) -> str:
     return f'<details><summary>{title}</summary><div class="scroll">{inner}</div></details>'
 
 
-def _table(rows: Sequence[Sequence[object]], num_words: int = 0) -> str:
-    """Return a table: a row of names, and rows whose first ``num_words`` cells are words."""
-    lines: list[str] = []
-    tag = "th"
-    for row in rows:
-        words = "".join(f'<{tag} class="words">{cell}</{tag}>' for cell in row[:num_words])
-        numbers = "".join(f"<{tag}>{cell}</{tag}>" for cell in row[num_words:])
-        lines.append(f"<tr>{words}{numbers}</tr>")
-        tag = "td"
-    return f"<table>{''.join(lines)}</table>"
+def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in names)
+    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    return f"<table><tr>{'</tr><tr>'.join([head, *lines])}</tr></table>"
 
 
 def _distances(updates: Sequence[UpdateFindings]) -> str:
@@ -258,17 +245,15 @@ def _distances(updates: Sequence[UpdateFindings]) -> str:
             length = f"{distance.length:.2f} times"
             rows.append((name, update.number, percent(distance.error), length, percent(distance.direction)))
     rows.sort(key=lambda row: (row[0] != TOKEN, row))
-    return _table([("mean", "update", "gradient off", "length", "direction off"), *rows], num_words=1)
+    return _table(["mean", "update", "gradient off", "length", "direction off"], rows)
 
 
 def _microbatches(update: UpdateFindings) -> str:
-    rows: list[Sequence[object]] = [
-        ("microbatch", "rank", "targets", "samples", "a token weighs", "times in the gradient")
-    ]
     unknown = [UNKNOWN] * len(update.microbatches)
     counts = [f"{count:.2f}" for count in update.relative_counts] or unknown
     weights = [span(part) if part.numel() else UNKNOWN for part in update.weights] or unknown
+    rows: list[Sequence[object]] = []
     for number, (rank, record) in enumerate(update.microbatches):
         sizes = (number + 1, rank, record.num_targets, len(record.row_hashes))
         rows.append((*sizes, weights[number], counts[number]))
-    return _table(rows)
+    return _table(["microbatch", "rank", "targets", "samples", "a token weighs", "times in the gradient"], rows)

@@ -20,8 +20,7 @@ class MicrobatchRecord:
 
     Attributes:
         weights: [targets], in the gradient of the logits.
-        samples: [targets], the row of each in the microbatch. -1 if unknown.
-        sequences: [targets], the same for the sequences of packed rows.
+        samples: [targets], the row of each in the microbatch; ``sequences`` counts those of packed rows. -1 if unknown.
         residual: Of the fit of the weights. None without logits.
         row_tokens: Without padding. Empty if unknown.
         num_positions: Tokens with padding, where ``row_tokens`` are known.

@@ -1,6 +1,7 @@
 """Result of an audit: the records of all ranks merged."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -28,30 +29,21 @@ MAX_RESIDUAL = 0.05
 # Counts mean nothing where more of p.grad is not explained by the microbatches that were seen.
 MAX_UNEXPLAINED = 0.05
 # Relative differences of weights that are called equal (bfloat16 has 0.001), and of counts, which sketches estimate.
-SAME = 0.005
-COUNT = 0.02
+SAME, COUNT = 0.005, 0.02
 # Share of the absolute weights; with more of either sign the loss is one of preferences or a policy.
 SIGNS = 0.01
 # Singular value below which gradients of microbatches cannot be told apart.
 PARALLEL = 1e-6
-# A divisor in place of zero.
 TINY = 1e-300
 TOKEN, SAMPLE, SEQUENCE = "token mean", "sample mean", "sequence mean"
 MEANS = {"token": TOKEN, "sample": SAMPLE, "sequence": SEQUENCE}
-OF_MICROBATCHES, OF_RANKS = "mean of microbatch means", "mean of rank means"
-NO_MEAN = "none of the known means"
-# The library of a loop that needs no change.
+OF_MICROBATCHES, OF_RANKS, NO_MEAN = "mean of microbatch means", "mean of rank means", "none of the known means"
 MEGABATCH = "megabatch"
 
 
 @dataclass
 class Distance:
-    """Difference between an update's gradient and that of a mean, relative to the latter.
-
-    Attributes:
-        length: Times that the gradient is longer.
-        direction: Difference of the unit vectors.
-    """
+    """Relative difference of an update's gradient from that of a mean, the ratio of lengths, and that of directions."""
 
     error: float
     length: float
@@ -64,15 +56,12 @@ class UpdateFindings:
 
     Attributes:
         number: From 1.
-        microbatches: Rank and record of each that has a target or a gradient.
-        num_empty: The number of the others.
+        microbatches: Rank and record of each that has a target or a gradient; ``num_empty`` others have none.
         weights: Of the target tokens, times the number of them; 1 is the token mean. Empty if they cannot be told.
         counts: How often each microbatch is in p.grad. None if it cannot be told.
-        shares_counts: Some microbatches have equal gradients.
         leaks: Largest count of a microbatch of an update before.
         kind: The mean that the weights are closest to, times ``factor``.
         distances: From the gradient of each mean, where sketches can tell.
-        weight_distances: The same of all tokens' weights.
         is_signed: Weights have both signs, as those of a preference or policy loss.
     """
 
@@ -80,6 +69,9 @@ class UpdateFindings:
     world: int
     microbatches: list[tuple[int, MicrobatchRecord]] = field(default_factory=list[tuple[int, MicrobatchRecord]])
     num_empty: int = 0
+    row_hashes: list[int] = field(default_factory=list[int])
+    row_tokens: list[int] = field(default_factory=list[int])
+    num_positions: int = 0
     weights: list[Tensor] = field(default_factory=list[Tensor])
     counts: list[float] | None = None
     usual_count: float = 1.0
@@ -179,11 +171,11 @@ class Audit:
 
     def gather(self) -> None:
         """Add the records of the other ranks. All ranks must call it, after the ``with`` block."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if not dist.is_initialized():
             return
         lines: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(lines, [write_line(record) for record in self.records])
-        self.records = [record for part in lines for record in read_lines(part)]
+        self.records = read_lines(itertools.chain.from_iterable(lines))
         self._updates = None
 
     @property
@@ -196,11 +188,9 @@ class Audit:
     @property
     def left_over(self) -> list[int] | None:
         """Target tokens of the microbatches that no optimizer step used; None if the end was not watched."""
-        sizes: list[int] = []
-        for end in self._ends:
-            sizes += end.left_over
-        is_end_watched = self._ends and all(end.is_end_of_run for end in self._ends)
-        return sizes if is_end_watched else None
+        if not self._ends or not all(end.is_end_of_run for end in self._ends):
+            return None
+        return list(itertools.chain.from_iterable(end.left_over for end in self._ends))
 
     @property
     def _ends(self) -> list[EndRecord]:
@@ -215,28 +205,43 @@ class Audit:
         Raises:
             MegabatchError: For another mean.
         """
-        if mean == "any":
-            errors = [self.error_of(name) for name in MEANS.values()]
-            return min((error for error in errors if error is not None), default=None)
-        if mean not in MEANS:
+        if mean != "any" and mean not in MEANS:
             raise MegabatchError(f"the mean {mean!r} is not known; give token, sample, sequence or any")
-        return self.error_of(MEANS[mean])
+        names = MEANS.values() if mean == "any" else [MEANS[mean]]
+        return min((self.errors[name] for name in names if name in self.errors), default=None)
 
-    def error_of(self, name: str) -> float | None:
-        """Return the largest relative error from a mean of any name; None if that of an update is not known."""
-        errors = [update.error(name) for update in self.updates]
-        known = [error for error in errors if error is not None]
-        return max(known, default=None) if len(known) == len(errors) else None
+    @property
+    def errors(self) -> dict[str, float]:
+        """The largest relative error from each mean, as far as that of every update is known."""
+        errors: dict[str, float] = {}
+        for name in (*MEANS.values(), OF_MICROBATCHES):
+            known = [error for update in self.updates if (error := update.error(name)) is not None]
+            if known and len(known) == len(self.updates):
+                errors[name] = max(known)
+        return errors
 
-    def is_near(self, name: str) -> bool:
-        """Return True if every update's gradient is that of a mean."""
-        error = self.error_of(name)
-        return error is not None and error <= SAME
+    def is_near(self, *names: str) -> bool:
+        """Return True if every update's gradient is that of one of these means."""
+        return any(self.errors.get(name, math.inf) <= SAME for name in names)
+
+    @property
+    def is_counted(self) -> bool:
+        """True if it is known how often each microbatch is in the gradient."""
+        return all(update.counts is not None for update in self.updates)
+
+    @property
+    def scheduler_steps(self) -> list[int]:
+        """Numbers of steps of a scheduler in an update, in ascending order."""
+        return sorted({step for update in self.updates for step in update.scheduler_steps})
 
     @property
     def problems(self) -> list[str]:
         """Faults beside the weights: microbatches, ranks and schedulers."""
-        return [*find_miscounts(self), *find_rank_differences(self.updates), *_find_scheduler(self.updates)]
+        problems = [*find_miscounts(self), *find_rank_differences(self.updates)]
+        steps = max(self.scheduler_steps, default=0)
+        if steps > 1:
+            problems.append(f"scheduler: {steps} steps per update")
+        return problems
 
     @property
     def ok(self) -> bool:
@@ -244,9 +249,8 @@ class Audit:
 
         A gradient whose length cannot be told is not ok, nor is one of the sample mean that may be a mean of means.
         """
-        if self.problems or not any(map(self.is_near, MEANS.values())):
-            return False
-        return self.is_length_known and not self.may_be_mean_of_means
+        is_mean = self.is_near(*MEANS.values()) and not self.may_be_mean_of_means
+        return is_mean and self.is_length_known and not self.problems
 
     @property
     def is_length_known(self) -> bool:
@@ -256,8 +260,7 @@ class Audit:
     @property
     def may_be_mean_of_means(self) -> bool:
         """True if sample or sequence mean and the mean of microbatch means are the same in every update."""
-        is_of_samples = self.is_near(SAMPLE) or self.is_near(SEQUENCE)
-        return is_of_samples and not self.is_near(TOKEN) and self.is_near(OF_MICROBATCHES)
+        return self.is_near(SAMPLE, SEQUENCE) and self.is_near(OF_MICROBATCHES) and not self.is_near(TOKEN)
 
     @property
     def loop(self) -> LoopRecord:
@@ -315,13 +318,9 @@ def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
 def _merge_ranks(records: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRecord]) -> UpdateFindings:
     first = records[0]
     findings = UpdateFindings(
-        first.number + 1,
-        first.world,
-        is_sharded=first.is_sharded,
-        collectives=first.collectives,
-        num_clips=first.num_clips,
-        loop=first.loop,
-    )
+        first.number + 1, first.world, is_sharded=first.is_sharded, collectives=first.collectives,
+        num_clips=first.num_clips, loop=first.loop,
+    )  # fmt: skip
     for record in records:
         findings.is_compiled |= record.is_compiled
         findings.unknown += record.notes
@@ -330,6 +329,9 @@ def _merge_ranks(records: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRe
                 findings.num_empty += 1
             else:
                 findings.microbatches.append((record.rank, microbatch))
+                findings.row_hashes += microbatch.row_hashes
+                findings.row_tokens += microbatch.row_tokens
+                findings.num_positions += microbatch.num_positions
     gradient = None
     if len(records) < first.world:
         findings.unknown.append(f"what other ranks do: records of {len(records)} of {first.world} ranks are here")
@@ -479,10 +481,10 @@ def find_miscounts(audit: Audit) -> list[str]:
     """Return a line for each microbatch that is dropped, counted in part or more than once, or leaked."""
     descriptions: list[str] = []
     for update in audit.updates:
-        of_all = f"of {len(update.microbatches)}"
-        at = f"update {update.number}:"
-        if update.dropped:
-            descriptions.append(f"{at} microbatch {_numbers(update.dropped)} {of_all} DROPPED")
+        at, of_all = f"update {update.number}:", f"of {len(update.microbatches)}"
+        dropped = ", ".join(str(number + 1) for number in update.dropped)
+        if dropped:
+            descriptions.append(f"{at} microbatch {dropped} {of_all} DROPPED")
         for number in update.miscounted:
             times = float(update.relative_counts[number])
             descriptions.append(f"{at} microbatch {number + 1} {of_all} counted {times:.2g} times")
@@ -504,18 +506,9 @@ def find_rank_differences(updates: Sequence[UpdateFindings]) -> list[str]:
     return differences
 
 
-def _find_scheduler(updates: Sequence[UpdateFindings]) -> list[str]:
-    steps = max((step for update in updates for step in update.scheduler_steps), default=0)
-    return [f"scheduler: {steps} steps per update"] if steps > 1 else []
-
-
 def largest_microbatch(updates: Sequence[UpdateFindings]) -> int:
     """Return the tokens of the largest microbatch, padding included; 0 where they are not known."""
     return max((record.num_positions for update in updates for record in update.records), default=0)
-
-
-def _numbers(indices: Sequence[int]) -> str:
-    return ", ".join(str(index + 1) for index in indices)
 
 
 def plural(number: int, noun: str) -> str:

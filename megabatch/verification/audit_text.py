@@ -1,5 +1,6 @@
 """Findings of an audit in ten lines."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -25,37 +26,30 @@ from megabatch.verification.audit_report import (
 )
 
 UNKNOWN = "cannot tell"
-# Of ranks or microbatches in a line.
 MAX_SHOWN = 8
 
 
 def lines_of(audit: Audit) -> Iterator[tuple[str, str]]:
     """Yield the lines of an audit: a name of up to 11 characters, and a text."""
     updates = audit.updates
-    title = f"megabatch audit{f' of {audit.command}' if audit.command else ''}: "
-    yield "", title + verdict_of(audit)
+    command = f" of {audit.command}" if audit.command else ""
+    yield "", f"megabatch audit{command}: {verdict_of(audit)}"
     if not updates:
         for reason in audit.unknown:
             yield UNKNOWN, reason
         return
-    yield "weights", weights_text(updates)
-    yield "gradient", _gradient_text(audit)
-    yield "change", advise(audit).text
-    yield from facts_of(audit)
-    yield UNKNOWN, "; ".join([*audit.unknown, "terms of the loss beside its cross-entropy"])
-
-
-def facts_of(audit: Audit) -> Iterator[tuple[str, str]]:
-    """Yield what was seen beside the weights: a name and a text."""
-    updates = audit.updates
     targets = sum(update.num_targets for update in updates)
     num_microbatches = sum(len(update.microbatches) for update in updates)
     ranks, microbatches = plural(updates[0].world, "rank"), plural(num_microbatches, "microbatch")
+    yield "weights", weights_text(updates)
+    yield "gradient", _gradient_text(audit)
+    yield "change", advise(audit).text
     yield "watched", f"{plural(len(updates), 'update')}, {ranks}, {microbatches}, {targets} targets"
     yield "counted", "; ".join(find_miscounts(audit)) or _counted_text(audit)
-    yield "ranks", "; ".join(find_rank_differences(updates)) or _ranks_text(updates)
-    yield "scheduler", f"{_scheduler_text(updates)}; collectives: {_collectives_text(updates)}"
-    yield "padding", padding_text(updates)
+    yield "ranks", "; ".join(find_rank_differences(updates)) or _ranks_text(audit)
+    yield "scheduler", f"{_scheduler_text(audit)}; collectives: {_collectives_text(updates[0])}"
+    yield "padding", _padding_text(updates)
+    yield UNKNOWN, "; ".join([*audit.unknown, "terms of the loss beside its cross-entropy"])
 
 
 def verdict_of(audit: Audit) -> str:
@@ -68,10 +62,10 @@ def verdict_of(audit: Audit) -> str:
         return f"{UNKNOWN} what a token weighs{faults}"
     if audit.is_signed:
         return f"{UNKNOWN}: a preference or policy loss, whose weights have both signs{faults}"
-    if any(update.counts is None for update in updates):
+    if not audit.is_counted:
         return f"{UNKNOWN} how often microbatches are counted{faults}"
-    errors = {name: error for name in MEANS.values() if (error := audit.error_of(name)) is not None}
-    name = min(errors, key=errors.__getitem__, default=TOKEN)
+    errors = audit.errors
+    name = min(MEANS.values(), key=lambda name: errors.get(name, math.inf))
     if not audit.is_near(name):
         kinds = sorted({update.kind for update in updates})
         return f"NOT exact: {' or '.join(kinds)}{_factors_text(updates)}"
@@ -137,97 +131,85 @@ def _samples_text(update: UpdateFindings) -> str:
 def _gradient_text(audit: Audit) -> str:
     if audit.is_signed:
         return f"{UNKNOWN}: it depends on margins or advantages"
+    errors = audit.errors
     distances: list[str] = []
     unknown: list[str] = []
     for name in (TOKEN, SAMPLE, SEQUENCE, OF_MICROBATCHES):
-        error = audit.error_of(name)
         # Where no row is packed, sequences are samples.
-        if name == SEQUENCE and error == audit.error_of(SAMPLE):
+        if name == SEQUENCE and errors.get(SEQUENCE) == errors.get(SAMPLE):
             continue
-        if error is not None:
-            distances.append(f"{percent(error)} off the {name}{_direction(audit)}")
+        if name in errors:
+            distances.append(f"{percent(errors[name])} off the {name}{_direction(audit)}")
             continue
-        of_weights = [update.weight_distances[name] for update in audit.updates if name in update.weight_distances]
-        hint = f" (its weights are {percent(max(of_weights))} off)" if of_weights else ""
+        of_weights = max(update.weight_distances.get(name, 0.0) for update in audit.updates)
+        hint = f" (its weights are {percent(of_weights)} off)" if of_weights else ""
         unknown.append(f"{UNKNOWN} for the {name}{hint}")
     return "; ".join([*distances, *unknown]) if distances else UNKNOWN
 
 
 def _counted_text(audit: Audit) -> str:
-    if any(update.counts is None for update in audit.updates):
+    if not audit.is_counted or any(update.shares_counts for update in audit.updates):
         return UNKNOWN
-    if any(update.shares_counts for update in audit.updates):
-        return f"{UNKNOWN} which of the microbatches with equal gradients is counted"
-    end = "nothing left over at the end" if audit.left_over == [] else "the end of the run was not watched"
+    text = "each microbatch once, none leaked into the next update; "
+    text += "nothing left over at the end" if audit.left_over == [] else "the end of the run was not watched"
     num_empty = sum(update.num_empty for update in audit.updates)
-    empty = f"; {plural(num_empty, 'microbatch')} had no target, and a gradient of zero" if num_empty else ""
-    return f"each microbatch once, none leaked into the next update; {end}{empty}"
+    return f"{text}; {plural(num_empty, 'microbatch')} had no target, and a gradient of zero" if num_empty else text
 
 
-def _ranks_text(updates: Sequence[UpdateFindings]) -> str:
-    first = updates[0]
+def _ranks_text(audit: Audit) -> str:
+    first = audit.updates[0]
     if first.world == 1:
         return "one"
     sizes: Counter[int] = Counter()
     for rank, record in first.microbatches:
         sizes[rank] += record.num_targets
-    shown = ", ".join(str(sizes[rank]) for rank in range(min(first.world, MAX_SHOWN)))
     verdict = "each holds its own shards" if first.is_sharded else "gradients and weights are equal"
-    if any(len(dict(update.microbatches)) < update.world for update in updates):
+    if not audit.is_counted:
         verdict = UNKNOWN
+    shown = ", ".join(str(sizes[rank]) for rank in range(min(first.world, MAX_SHOWN)))
     return f"{verdict}; targets by rank {shown} in update 1"
 
 
-def _scheduler_text(updates: Sequence[UpdateFindings]) -> str:
-    steps = sorted({step for update in updates for step in update.scheduler_steps})
+def _scheduler_text(audit: Audit) -> str:
+    steps = audit.scheduler_steps
     if not steps:
         return UNKNOWN
-    if steps == [0]:
-        return "none stepped"
-    warning = " (WRONG: 1 is right)" * (steps[-1] > 1)
-    return f"{' or '.join(map(str, steps))} step{'s' * (steps != [1])} per update{warning}"
+    noun = "step" if steps == [1] else "steps"
+    warning = " (WRONG: 1 is right)" if steps[-1] > 1 else ""
+    return f"{' or '.join(map(str, steps))} {noun} per update{warning}"
 
 
-def _collectives_text(updates: Sequence[UpdateFindings]) -> str:
-    collectives = updates[0].collectives
-    if updates[0].world == 1:
+def _collectives_text(update: UpdateFindings) -> str:
+    if update.world == 1:
         return "none, one process"
-    if collectives is None:
+    if update.collectives is None:
         return UNKNOWN
-    parts = [f"{number} {name} of {_bytes_text(size)}" for name, (number, size) in sorted(collectives.items())]
+    parts = [f"{number} {name} of {_bytes_text(size)}" for name, (number, size) in sorted(update.collectives.items())]
     return ", ".join(parts) or "none"
 
 
-def padding_text(updates: Sequence[UpdateFindings]) -> str:
-    """Return the share of padding, and what is left of it in microbatches that megabatch cuts by length."""
-    num_twice = 0
-    lengths_of_updates: list[list[int]] = []
+def _padding_text(updates: Sequence[UpdateFindings]) -> str:
+    """Return the share of padding, and what is left of it if megabatch cuts microbatches no larger than the largest."""
+    num_twice = tokens = positions = replanned = 0
+    is_known = True
     for update in updates:
-        hashes = [row for record in update.records for row in record.row_hashes]
-        num_twice += len(hashes) - len(set(hashes))
-        lengths_of_updates.append([size for record in update.records for size in record.row_tokens])
-    twice = f"{plural(num_twice, 'sample')} seen" if num_twice else "no sample"
-    records = [record for update in updates for record in update.records]
-    if not records or not all(record.row_tokens for record in records):
-        return f"{UNKNOWN} (no attention_mask); {twice} twice in an update"
-    positions = sum(record.num_positions for record in records)
-    tokens = sum(map(sum, lengths_of_updates))
-    replanned = _replanned_text(updates, lengths_of_updates, positions)
-    return f"{1 - tokens / max(positions, 1):.0%} of the computed tokens{replanned}; {twice} twice in an update"
-
-
-def _replanned_text(
-    updates: Sequence[UpdateFindings], lengths_of_updates: Sequence[Sequence[int]], positions: int
-) -> str:
-    """Return the padding with microbatches that are no larger than the largest here, cut by length."""
-    largest = largest_microbatch(updates)
-    computed = tokens = 0
-    for update, sizes in zip(updates, lengths_of_updates, strict=True):
-        lengths = [max(1, size) for size in sizes]
-        for part in plan(lengths, dp_degree=min(update.world, len(lengths)), max_microbatch_tokens=largest):
-            computed += part.padded_tokens
-            tokens += part.num_tokens
-    return f" ({1 - tokens / computed:.0%} if megabatch cuts them by length)" if computed < positions else ""
+        lengths = [max(1, length) for length in update.row_tokens]
+        num_twice += len(update.row_hashes) - len(set(update.row_hashes))
+        tokens += sum(update.row_tokens)
+        positions += update.num_positions
+        if not lengths or len(lengths) < len(update.row_hashes):
+            is_known = False
+            continue
+        dp_degree = min(update.world, len(lengths))
+        for part in plan(lengths, dp_degree=dp_degree, max_microbatch_tokens=largest_microbatch(updates)):
+            replanned += part.padded_tokens
+    twice = f"{plural(num_twice, 'sample')} seen twice" if num_twice else "no sample twice"
+    if not is_known:
+        return f"{UNKNOWN} (no attention_mask); {twice} in an update"
+    share = f"{1 - tokens / positions:.0%} of the computed tokens"
+    if replanned < positions:
+        share += f" ({1 - tokens / replanned:.0%} if megabatch cuts them by length)"
+    return f"{share}; {twice} in an update"
 
 
 def _bytes_text(size: int) -> str:
