@@ -118,11 +118,7 @@ class _UnsavedHook:
 class _Forward:
     """One call of a model in training, until its backward has run.
 
-    Attributes:
-        shape: Of the token ids.
-        places: Position ids [B, T], if the model was given some.
-        watched: Logits with a hook while the model runs, since a head's may be the output's.
-        nearest: Where the logits were found whose gradient was seen.
+    While the model runs, ``watched`` has the logits with a hook, since those of a head may be the output's.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -180,13 +176,7 @@ class _Microbatch:
 
 @dataclass
 class _OpenUpdate:
-    """Observations since the last optimizer step.
-
-    Attributes:
-        forwards: Those without a backward yet.
-        before_clip: Sketch of the gradient before the first clip.
-        clip_factor: Of megabatch's clip.
-    """
+    """Observations since the last optimizer step: among them forwards without a backward, and a sketch before clips."""
 
     forwards: list[_Forward] = field(default_factory=list[_Forward])
     microbatches: list[_Microbatch] = field(default_factory=list[_Microbatch])
@@ -233,18 +223,14 @@ class _Recorder:
         self._is_compiled = False
         self._notes: dict[str, None] = {}
         self._steppers: set[int] = set()
-        # Steps of each scheduler since the update's first forward.
         self._schedulers: Counter[int] = Counter()
         self._is_stepping_scheduler = False
         self._awaits_schedulers = False
-        # False once it has stopped.
         self._profiler: Any = None
 
     def note(self, text: str) -> None:
         """Remember something that the audit cannot tell."""
         self._notes[text] = None
-
-    # Patches and hooks
 
     def start(self) -> None:
         """Set the hooks that need no model."""
@@ -309,8 +295,6 @@ class _Recorder:
         self._write(end)
         self._update, self._sketcher = _OpenUpdate(), Sketcher()
         self._known.clear()
-
-    # Forwards
 
     def _wrap_call(self, original_call: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -432,11 +416,8 @@ class _Recorder:
         # Another call may follow, and the output's logits may be nearer.
         forwards[-1].has_logits = False
 
-    # Backwards
-
     @_quietly
     def _see_logits(self, forward: _Forward, values: Tensor, writes: int, distance: int, d: Tensor | None) -> None:
-        # The loss is inside of a compiled graph.
         if d is None:
             self._is_compiled = True
             return
@@ -500,7 +481,6 @@ class _Recorder:
         if self._models is None and not module.training:
             return
         update = self._update
-        # The backward of a loss without logits has opened none.
         if not update.microbatches or id(parameter) in update.microbatches[-1].seen:
             update.microbatches.append(_Microbatch())
         microbatch = update.microbatches[-1]
@@ -512,8 +492,6 @@ class _Recorder:
         microbatch.seen.add(id(parameter))
         update.before_clip = None
         microbatch.sketch = self._sketcher.add_sketch(microbatch.sketch, parameter, d)
-
-    # The step
 
     def _see_value_clip(self, *_: Any, **_options: Any) -> None:
         self._see_clip()
@@ -634,8 +612,6 @@ class _Recorder:
                 self._is_stepping_scheduler = is_inner
 
         return step
-
-    # Collectives
 
     def _start_profiler(self) -> None:
         self._profiler = False
@@ -761,7 +737,6 @@ def _find_samples(
 def _count_collectives(events: Sequence[Any]) -> dict[str, list[int]]:
     """Return number and bytes of each collective; lists of tensors have shapes in the backend's own event alone."""
     collectives: dict[str, list[int]] = {}
-    # The collective whose bytes are not known yet.
     waiting = [0, 0]
     for event in events:
         library, _, name = event.name().partition(":")

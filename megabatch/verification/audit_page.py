@@ -36,8 +36,6 @@ section { margin-top: 36px; }
 p { margin: 4px 0; max-width: 78ch; overflow-wrap: anywhere; }
 .hint, footer, header p { color: var(--muted); font-size: 13px; overflow-wrap: anywhere; }
 footer { margin-top: 48px; border-top: 1px solid var(--line); padding-top: 12px; }
-dl { display: flex; flex-wrap: wrap; gap: 10px 36px; margin: 18px 0 0; }
-dt { color: var(--muted); font-size: 13px; } dd { margin: 0; font-size: 19px; font-variant-numeric: tabular-nums; }
 figure { margin: 12px 0 0; }
 .plot { position: relative; height: 240px; margin: 0 0 0 44px; font-size: 12px; color: var(--muted); }
 .bars { position: absolute; inset: 0; display: flex; gap: 18px; }
@@ -70,7 +68,7 @@ th { font-weight: 600; color: var(--muted); } td:first-child, th:first-child { t
 @media (max-width: 700px) {
   body { padding: 18px 14px 36px; } h1 { font-size: 20px; }
   .plot { height: 200px; margin-left: 36px; } .bar s { display: none; }
-  .bars { gap: 10px; } dl { display: grid; grid-template-columns: 1fr 1fr; gap: 12px 16px; }
+  .bars { gap: 10px; }
 }
 """
 # Classes of the lines of a change.
@@ -88,7 +86,7 @@ def page_of(audit: Audit) -> str:
     body = [
         f'<header class="{tone}"><div class="mark" aria-hidden="true">{mark}</div><h1>{_text(_sentence(verdict))}</h1>',
         f"<p>megabatch audit of {_text(command)}</p></header><main>",
-        *_facts(audit),
+        f"<pre>{_text(str(audit))}</pre>",
         *_picture(audit),
         *_change(audit),
         *_details(audit),
@@ -108,26 +106,6 @@ def _text(text: str) -> str:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _facts(audit: Audit) -> Iterator[str]:
-    if not audit.updates:
-        return
-    error = audit.error()
-    weights = torch.cat([update.all_weights for update in audit.updates])
-    facts: dict[str, str] = {}
-    if error is not None:
-        facts["gradient off the token mean"] = percent(error)
-    if weights.numel():
-        facts["lightest token"] = f"{float(weights.min()):.2f}"
-        facts["heaviest token"] = f"{float(weights.max()):.2f}"
-        facts["target tokens"] = f"{weights.numel():,}"
-    facts["optimizer steps"] = str(len(audit.updates))
-    facts["microbatches"] = str(sum(len(update.microbatches) for update in audit.updates))
-    yield f"<dl>{''.join(f'<div><dt>{name}</dt><dd>{value}</dd></div>' for name, value in facts.items())}</dl>"
-
-
-# The picture
 
 
 def _picture(audit: Audit) -> Iterator[str]:
@@ -203,9 +181,6 @@ def _bars(update: UpdateFindings, scale: _Scale, *, is_numbered: bool) -> str:
     return f'<div class="update" style="--number:{len(bars)}"><b>update {update.number}</b>{"".join(bars)}</div>'
 
 
-# The change and the details
-
-
 def _change(audit: Audit) -> Iterator[str]:
     advice = advise(audit)
     yield f"<section><h2>Change</h2><p>{_text(_sentence(advice.text))}.</p>"
@@ -224,7 +199,6 @@ def _details(audit: Audit) -> Iterator[str]:
         yield _folded("How far the gradient is from each mean", _distances(audit.updates))
     for update in audit.updates:
         yield _folded(f"Microbatches of update {update.number}", _microbatches(update))
-    yield _folded("As the terminal prints it", f"<pre>{_text(str(audit))}</pre>")
     yield "</section>"
 
 

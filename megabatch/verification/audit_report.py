@@ -300,9 +300,6 @@ class Audit:
         return page_of(self)
 
 
-# Merging
-
-
 def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
     updates = {(record.number, record.rank): record for record in records if isinstance(record, UpdateRecord)}
     schedulers = {(record.number, record.rank): record for record in records if isinstance(record, SchedulerRecord)}
@@ -472,9 +469,6 @@ def _measure_distances(findings: UpdateFindings, gradient: Tensor) -> None:
                 length=float(gradient.norm() / total.norm()),
                 direction=float((gradient / gradient.norm() - total / total.norm()).norm()),
             )
-
-
-# Faults
 
 
 def find_miscounts(audit: Audit) -> list[str]:
