@@ -15,7 +15,7 @@ from megabatch.train.config import ModelConfig, SourceConfig
 from megabatch.train.data.sources import BrokenRowError, Row, rows_of
 from megabatch.train.model.architecture import load_tokenizer, silence
 
-BYTE_TOKENS = 384  # bytes, and ByT5's few others
+BYTE_TOKENS = 384
 KEY = "data.options"
 
 
@@ -37,7 +37,8 @@ def model(labels: Sequence[str], name: str | None = None, **sizes: Any) -> nn.Mo
         return ModernBertForSequenceClassification(config)
     with silence():
         classifier = cast(Any, AutoModelForSequenceClassification).from_pretrained(name, **classes)
-    if classifier.config.pad_token_id is None:  # by which a decoder finds the last token
+    # A decoder finds the last token by its padding.
+    if classifier.config.pad_token_id is None:
         classifier.config.pad_token_id = classifier.config.eos_token_id
     return classifier
 

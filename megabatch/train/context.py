@@ -25,7 +25,7 @@ from megabatch.train.runtime.shared_folder import SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
 EVENTS = ("start", "before_update", "around_backward", "after_update", "after_evaluation", "end")
-ForwardBackward = Callable[[Sequence[Any]], Any]  # adds samples to the open update
+ForwardBackward = Callable[[Sequence[Any]], Any]
 
 
 @dataclass
@@ -127,7 +127,8 @@ class RunContext:
         """
         number, self.num_calls = self.num_calls, self.num_calls + 1
         seed = self.ranks.seed(self.config.run.seed, self.step + 1, number) if number else self.seed
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes long where no GPU is in use
+        # torch.manual_seed takes long where no GPU is in use.
+        torch.default_generator.manual_seed(seed)
         if self.ranks.device.type == "cuda":
             torch.cuda.manual_seed(seed)
         with loss_parallel() if self.model.loss_parallel else nullcontext():
@@ -169,7 +170,7 @@ class Callback:
     It does not know where a stream ends, or when a signal or ``eval.patience`` ends the run. None: only after such a
     last update."""
 
-    splits_updates = False  # makes an update in several calls of `RunContext.forward_backward`
+    splits_updates = False
 
     def start(self, context: RunContext) -> None:
         """Prepare the run: called once, before the first update of this start. State is restored."""
@@ -237,7 +238,7 @@ class Callbacks:
         return [callback for callback in self.all if getattr(type(callback), event) is not getattr(Callback, event)]
 
 
-_apart: dict[torch.device, torch.cuda.Stream] = {}  # streams for copies to the host
+_apart: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def read_values(update: Update) -> dict[str, float]:

@@ -32,7 +32,7 @@ from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
-SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates are written together
+SECONDS_BETWEEN_WRITES = 0.25
 
 
 def train(context: RunContext) -> None:
@@ -95,7 +95,8 @@ def finish_update(context: RunContext) -> None:
     """Do what follows an update that was stepped: the callbacks, and the rows. Collective."""
     assert context.update is not None
     context.values = read_values(context.update)
-    context.heartbeat.made = time.monotonic()  # what follows may take any time
+    # What follows may take any time.
+    context.heartbeat.made = time.monotonic()
     if not context.values["finite"]:
         refuse_nonfinite(context)
     step = context.learner.step
@@ -144,7 +145,8 @@ def refuse_nonfinite(context: RunContext) -> None:
     """Raise for an update whose loss or gradient is not finite, unless a callback handles it."""
     update, how = context.update, context.config.update.on_nonfinite
     if how != "raise" or update is None or (problem := update.problem()) is None:
-        return  # no problem: an update without targets, which is not finite either
+        # An update without targets is not finite either, and no problem.
+        return
     raise MegabatchError(f"update {context.step} was not stepped: {problem}; lower optim.lr or look at its samples")
 
 
@@ -157,7 +159,8 @@ def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
         try:
             batch = next(batches, None)
         except MegabatchError:
-            stop.check()  # a signal to a whole job also ends the processes that load samples
+            # A signal to a whole job also ends the processes that load samples.
+            stop.check()
             raise
         if batch is None:
             return
@@ -195,7 +198,7 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     updates = Updates(data, config, ranks)
     model = build(config, ranks, console, data.longest_tokens, tokenizer)
     if config.run.init_from is not None and checkpoint is None:
-        from megabatch.train.checkpoints.export import load_initial_weights  # imports what exports need
+        from megabatch.train.checkpoints.export import load_initial_weights
 
         console.say(load_initial_weights(Path(config.run.init_from), model.base, model.left_out, ranks))
     check_loss(loss_fn, config, has_sets=bool(data.sets))
@@ -226,7 +229,8 @@ def open_run(context: RunContext) -> None:
             warnings = log.cut(-1 if is_new else context.step)
         for line in warnings:
             context.console.warn(line)
-    if shared is None:  # else the limit is a number, and the plan is that of all replicas
+    # With replicas, the limit is a number, and the plan is that of all replicas.
+    if shared is None:
         context.limit = choose_limit(context.limit, context)
         context.plan = plan_of(context, context.updates.peek())
 

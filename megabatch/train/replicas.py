@@ -30,9 +30,10 @@ from megabatch.train.runtime.exit import CrashedError
 from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
 
-LIGHTHOUSE, REPLICA = "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID"  # environment variables of torchft
-COLLECTIVE_TIMEOUT = 60.0  # seconds, torchft's
-QUORUM_TIMEOUT = timedelta(minutes=10)  # a replica that comes waits until the others have made their update
+LIGHTHOUSE, REPLICA = "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID"
+COLLECTIVE_TIMEOUT = 60.0
+# A replica that comes waits until the others have made their update.
+QUORUM_TIMEOUT = timedelta(minutes=10)
 
 
 def check_launch(config: Config, ranks: Ranks) -> None:
@@ -146,10 +147,13 @@ class Replica:
             yield
             if context.is_over or context.stop.agree(context.ranks):
                 break
-        if not self._is_open:  # a run that has no update left needs no quorum
+        # A run that has no update left needs no quorum.
+        if not self._is_open:
             self._open()
-        self._manager.shutdown(wait=False)  # the others need not wait for this replica
-        self._shared.is_writer = True  # of what is left to write: the others may be gone
+        # The others need not wait for this replica.
+        self._manager.shutdown(wait=False)
+        # The others may be gone.
+        self._shared.is_writer = True
 
     def _note(self, context: RunContext) -> None:
         """Take note of an update that is to be applied."""
@@ -179,7 +183,8 @@ class Replica:
         timeout = timedelta(seconds=self._context.config.run.collective_timeout or COLLECTIVE_TIMEOUT)
         kind = torchft.ProcessGroupNCCL if ranks.device.type == "cuda" else torchft.ProcessGroupGloo
         group = kind(timeout=timeout)
-        if ranks.rank > 0:  # rank 0 says where its manager listens
+        # Rank 0 says where its manager listens.
+        if ranks.rank > 0:
             ranks.barrier()
         with one_line_for_lighthouse():
             manager = torchft.Manager(
@@ -199,7 +204,7 @@ class Replica:
         context, is_joined = self._context, self._shared.is_joined
         step = self._manager.current_step()
         if context.checkpoint is not None and step_of(context.checkpoint.name) != step:
-            context.checkpoint = None  # the state is that of another replica
+            context.checkpoint = None
         context.has_others_state = is_joined or (step > 0 and context.checkpoint is None)
         if is_joined:
             context.console.say(f"joined the run after update {step}")

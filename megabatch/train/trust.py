@@ -24,8 +24,9 @@ from megabatch.train.config.keys import known_keys
 from megabatch.train.config.recipe import Layer, read_overrides, read_recipe
 from megabatch.train.config.sections import FUNCTION
 
-OURS = ("megabatch.losses", "megabatch.train.classification")  # whose functions take no command and no path to run
-SEAL = "# sealed by megabatch: "  # the last line of a run's recipe
+# Functions of these modules take no command and no path to run.
+OURS = ("megabatch.losses", "megabatch.train.classification")
+SEAL = "# sealed by megabatch: "
 
 
 def check_trust(path: Path, arguments: Sequence[str] = (), *, is_run: bool) -> None:
@@ -84,7 +85,8 @@ def open_to_others(file: Path) -> str:
         status = path.stat()
         if status.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to another user"
-        if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:  # of /tmp each owns what is theirs
+        # In /tmp each user owns their files.
+        if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
             continue
         if status.st_mode & stat.S_IWOTH:
             return f"everybody may write to {path}"
@@ -144,8 +146,10 @@ def secret_key(*, create: bool) -> bytes | None:
             with os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_hex(32))
             with suppress(FileExistsError):
-                os.link(new, path)  # whole or not there: one process of several makes it
+                # One process of several makes the file; it is whole or not there.
+                os.link(new, path)
             new.unlink()
         return path.read_bytes() or None
-    except (OSError, RuntimeError):  # RuntimeError: no home folder
+    except (OSError, RuntimeError):
+        # RuntimeError: there is no home folder.
         return None

@@ -23,13 +23,14 @@ from megabatch.train.data.updates import balancing_cost
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 
-KEY = "bound"  # of a checkpoint's metadata
+KEY = "bound"
 EVEN, DEALT = "even_tokens", "dealt_tokens"
 AUTO = "auto"
 # Attention of the longest sample over its other work. Below the first, balance changes by less than a percent. Above
 # the second, the clock was noisy, and balancing by more may cost more than it brings.
 MIN_RATIO, MAX_RATIO = 1 / 8, 4
-NO_ATTENTION = 2**40  # tokens at which attention that is too cheap to measure counts as much as the rest
+# Attention that is too cheap to measure counts as much as everything else at this many tokens.
+NO_ATTENTION = 2**40
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def choose_limit(chosen: ChosenLimit | None, context: RunContext) -> ChosenLimit
     gradient, updates = context.learner.gradient, context.updates
     with context.model.losses():
         gradient.tune(longest(context.data, updates.peek()), context.loss_fn)
-    if gradient.fit is None:  # no sample is left
+    if gradient.fit is None:
         return chosen
     words = (*(chosen.words if chosen.fit is None else ()), f"update.{gradient.fit.explain()}")
     if chosen.fit is None:
@@ -105,7 +106,8 @@ def choose_limit(chosen: ChosenLimit | None, context: RunContext) -> ChosenLimit
         even = context.ranks.broadcast(even_tokens(gradient.fit.cost, gradient.fit.longest_tokens))
         tokens = context.ranks.broadcast(gradient.fit.max_microbatch_tokens)
         chosen = ChosenLimit(gradient.fit, chosen.made_for, words, even, tokens)
-    elif gradient.fit != chosen.fit:  # a stream has come to a longer sample
+    elif gradient.fit != chosen.fit:
+        # A stream has come to a longer sample.
         chosen = replace(chosen, fit=gradient.fit, words=words)
     cost = None if chosen.even_tokens is None else balancing_cost(chosen.even_tokens)
     updates.deal_by(replace(updates.dealing, cost=cost, max_microbatch_tokens=chosen.dealt_tokens))
@@ -128,7 +130,7 @@ def even_tokens(cost: CostModel, longest_tokens: int) -> int | None:
 
     A power of two hardly depends on the machine's other load, and makes sums of costs exact on every rank.
     """
-    attention = cost.seconds_per_pair * longest_tokens  # per token of the longest sample
+    attention = cost.seconds_per_pair * longest_tokens
     if attention <= 0 or attention < MIN_RATIO * cost.seconds_per_token:
         return None
     ratio = min(attention / cost.seconds_per_token, MAX_RATIO) if cost.seconds_per_token else MAX_RATIO
@@ -142,5 +144,5 @@ def longest(data: Data, samples: Sequence[Any]) -> Sequence[Any]:
     train, index = data.train, int(data.train.lengths.argmax())
     if not isinstance(samples, Deferred):
         return [train[index], *samples[1:]]
-    lengths = [int(train.lengths[index]), *samples.lengths[1:]]  # in the unit of the samples' own lengths
+    lengths = [int(train.lengths[index]), *samples.lengths[1:]]
     return Deferred(lambda row: samples[row] if row else train[index], lengths, look_ahead=0, measured=samples.measured)

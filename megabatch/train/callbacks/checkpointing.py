@@ -28,7 +28,7 @@ from megabatch.train.model.frozen import TrainedOnly
 from megabatch.train.model.optimizer import decay_steps_of, settings_of
 from megabatch.train.parallel.wrap import is_pipeline
 
-LEARNED = "learned"  # key of a checkpoint's metadata: the microbatch limit, where memory has run out
+LEARNED = "learned"
 
 
 class Checkpointing(Callback):
@@ -54,7 +54,8 @@ class Checkpointing(Callback):
         """Take note of the checkpoint that the run resumes from."""
         self._wait_for_next()
         if context.checkpoint is not None:
-            if self._keeps_best and context.best.step is not None:  # a kill may have come before the pointer was moved
+            # A kill may have come before the pointer was moved.
+            if self._keeps_best and context.best.step is not None:
                 point_to_best(context.folder, context.best.step, context.ranks)
             self._writer.go_on(context.step)
 
@@ -82,7 +83,7 @@ class Checkpointing(Callback):
         self._writer.wait()
         if self._writer.written_step != context.step:
             self._writer.write_last(self._request(context), self._stop)
-        elif self._keeps_best and context.best.step == context.step:  # evaluated after it was saved
+        elif self._keeps_best and context.best.step == context.step:
             point_to_best(context.folder, context.step, context.ranks)
 
     def _wait_for_next(self) -> None:
@@ -118,9 +119,11 @@ def restore(context: RunContext, checkpoint: Path) -> None:
     try:
         learned = None if meta.get(LEARNED) is None else MicrobatchLimit(*meta[LEARNED])
         for name, part in context.positions.items():
-            if name in meta:  # a checkpoint from before its key was set has none
+            # A checkpoint from before its key was set has none.
+            if name in meta:
                 part.load_state_dict(meta[name])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # written by another version, or by somebody
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # It was written by another version, or by somebody.
         raise DamagedError(checkpoint / META, in_one_line(error)) from None
     load(checkpoint, context.saved)
     if learned is not None:
@@ -133,7 +136,8 @@ def check_weights(context: RunContext) -> None:
         return
     weights = [weight for group in context.learner.optimizer.param_groups for weight in group["params"]]
     finite = [torch.isfinite(local(weight.detach())).all().to(context.ranks.device) for weight in weights]
-    bad = bool(finite) and not torch.stack(finite).all()  # waits for the device, once
+    # This waits for the device, once.
+    bad = bool(finite) and not torch.stack(finite).all()
     if any(context.ranks.sum([float(bad)])):
         raise MegabatchError(
             f"weights are not finite after update {context.step}, and are not saved: with update.max_norm = none no "
@@ -181,7 +185,8 @@ class StagedLearner:
         groups = state["optimizer"]["param_groups"]
         names = self._ranks.exchange_objects([group["params"] for group in groups])
         for group, *parts in zip(groups, *names, strict=True):
-            group["params"] = list(dict.fromkeys(name for part in parts for name in part))  # a tied one has two stages
+            # A tied parameter has two stages.
+            group["params"] = list(dict.fromkeys(name for part in parts for name in part))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

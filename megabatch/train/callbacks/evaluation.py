@@ -29,14 +29,16 @@ from megabatch.train.runtime.files import Row
 from megabatch.train.runtime.plugins import Event, blamed, load_function
 from megabatch.train.runtime.ranks import Ranks
 
-Microbatch = Any  # what a collate function returns
-Sums = dict[str, tuple[float, float]]  # name of a term → its total and its weight over a set
+Microbatch = Any
+Sums = dict[str, tuple[float, float]]
 
-PAIR_NAME = "loss"  # of the term that a loss returns by itself
-OF_TOKENS = ("accuracy", "perplexity")  # names that a metric cannot have where the rows of token losses have them
-PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most
-MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, two and a half with what is computed of them
-LARGEST_EXPONENT = 709  # of which float64 has the power of e
+PAIR_NAME = "loss"
+OF_TOKENS = ("accuracy", "perplexity")
+# A pipeline runs so many microbatches for each stage at once: its stages wait for a fifth of the time at most.
+PER_STAGE = 4
+# Half a GiB in bfloat16, two and a half with what is computed of them.
+MOST_LOGITS = 2**28
+LARGEST_EXPONENT = 709
 
 
 class Evaluation(Callback):
@@ -48,14 +50,14 @@ class Evaluation(Callback):
     def __init__(self, context: RunContext) -> None:
         config = context.config
         self.every = config.eval.every
-        loss_fn = load_function(config.loss.function, "loss.function")  # without a router loss
+        loss_fn = load_function(config.loss.function, "loss.function")
         in_own_precision = partial(
             in_precision, config=config.model, parallel_model=context.model, device=context.ranks.device
         )
         self._terms = build_terms(config.eval, loss_fn, in_own_precision)
         name = config.eval.function
         self._own = None if name is None else load_function(name, "eval.function")
-        self._step: int | None = None  # of the last evaluation
+        self._step: int | None = None
 
     def start(self, context: RunContext) -> None:
         """Evaluate a new run before its first update."""
@@ -111,7 +113,7 @@ class Terms:
         metrics = partial(self._metrics, taken=losses_of_parts[0])
         try:
             added = evaluate_pipeline(model, microbatches, metrics)
-        except (PlanError, LossContractError) as error:  # in the words of losses
+        except (PlanError, LossContractError) as error:
             raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'it')}") from None
         return [{**terms, **more} for terms, more in zip(losses_of_parts, added, strict=True)]
 
@@ -150,12 +152,13 @@ def next_token_terms(model: Any, microbatch: Microbatch) -> dict[str, Term]:
     def remember(*inputs: Any, **named: Any) -> Tensor:
         output = model(*inputs, **named)
         outputs.append(output if isinstance(output, Tensor) else output.logits)
-        return outputs[0]  # alone: a router loss beside it is trained on and not evaluated
+        # Alone: a router loss beside it is trained on and not evaluated.
+        return outputs[0]
 
     loss = losses.next_token(cast(nn.Module, remember), microbatch)
     logits = outputs[0]  # [B, T, V]
     targets = losses.next_targets(microbatch)  # [B, T - 1], or [B, T] of a stretch
-    is_correct = logits[:, : targets.shape[1]].argmax(-1) == targets  # an ignored label is no token
+    is_correct = logits[:, : targets.shape[1]].argmax(-1) == targets
     return {PAIR_NAME: loss, "accuracy": Term(is_correct.sum(), loss.weight)}
 
 
@@ -243,13 +246,15 @@ def sum_terms(
             several = share.microbatches[start : start + at_once]
             taken = ([samples[share.samples[row]] for row in rows] or [samples[0]] for rows in several)
             microbatches = [pad(batch) if prepare is None or cp > 1 else prepare(pad(batch)) for batch in taken]
-            if cp > 1 and not is_pipeline(model):  # which cuts those of a schedule step to one length
+            # A pipeline cuts those of a schedule step to one length.
+            if cp > 1 and not is_pipeline(model):
                 microbatches = [
                     context_parallel.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
                     for microbatch in microbatches
                 ]
             microbatches = [to_device(microbatch, ranks.device) for microbatch in microbatches]
-            with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
+            # Terms show a gradient only with it.
+            with torch.set_grad_enabled(start == 0 and not terms.of_tokens):
                 results = terms.of_all(model, microbatches)
             for rows, result in zip(several, results, strict=True):
                 loss_names |= {term for term, (total, _) in result.items() if total.requires_grad}
@@ -260,7 +265,8 @@ def sum_terms(
 
 def add(found_of: dict[str, list[Tensor]], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:
     """Append a microbatch's totals and weights, on the device, which is not waited for."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # which mps has not
+    # mps has no float64.
+    dtype = torch.float32 if device.type == "mps" else torch.float64
     for name, (total, weight) in terms.items():
         pair = [total.detach().to(device, dtype), torch.as_tensor(weight, device=device, dtype=dtype)]
         found_of.setdefault(name, []).extend([torch.stack(pair)] if counted else [])  # [total, weight]
@@ -283,7 +289,8 @@ def rounded_sum(values: Iterable[float]) -> float:
     numbers = list(values)
     try:
         return math.fsum(numbers)
-    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond float64
+    except (ValueError, OverflowError):
+        # Infinities of both signs, or a sum beyond float64.
         return sum(numbers)
 
 
@@ -327,9 +334,10 @@ def split_set(
     """
     lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
     if tokens == "auto":
-        rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)  # None: nothing to train on
+        rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)
         lengths = [min(length, tokens or length) for length in lengths]
-    if update.long_samples is not None and tokens is not None:  # a long sample runs alone and whole, without a graph
+    # A long sample runs alone and whole, without a graph.
+    if update.long_samples is not None and tokens is not None:
         lengths = [min(length, tokens) for length in lengths]
     if limit is not None and tokens is not None:
         tokens = min(tokens, limit)
@@ -337,7 +345,8 @@ def split_set(
     if limit is not None and rows is not None:
         rows = min(rows, max(1, limit // max(1, *lengths)))
     if ranks.layout.pp > 1 and tokens is not None:
-        plan(lengths, max_microbatch_tokens=tokens)  # refuses a sample that is longer
+        # This refuses a sample that is longer.
+        plan(lengths, max_microbatch_tokens=tokens)
         rows, tokens = tokens // max(1, *lengths, 1), None
     if update.same_bits:
         dealt = deal_microbatches(lengths, ranks.dp_degree, CostModel().seconds, max_rows=rows, max_tokens=tokens)
@@ -404,11 +413,11 @@ class BestLossTracker:
     """
 
     def __init__(self, config: EvalConfig, names: Collection[str]) -> None:
-        self.name = choose_set(config, names)  # of the set; None where there is none
+        self.name = choose_set(config, names)
         self._every, self._patience = config.every, config.patience
-        self.best: float | None = None  # its lowest loss so far
+        self.best: float | None = None
         self.best_step: int | None = None
-        self._num_worse = 0  # evaluations since then
+        self._num_worse = 0
         self._state = self._now()
 
     def update(self, step: int, loss: float | None) -> None:

@@ -29,10 +29,12 @@ from megabatch.autotune import ModuleSnapshot
 from megabatch.train.context import Callback, ForwardBackward, RunContext, check_whole
 from megabatch.train.runtime.exit import CrashedError
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}  # of rounding, relative to the norm
-LEAST_SHARE = 0.1  # a parameter's norm counts as so much of the gradient's at least: that of a bias may be all rounding
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> the same bits
-Sums = list[list[float]]  # of the elements of this rank's own gradient of each parameter, and of their squares
+# Of rounding, relative to the norm.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
+# A parameter's norm counts as this share of the gradient's at least: that of a bias may be all rounding.
+LEAST_SHARE = 0.1
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Sums = list[list[float]]
 EVERYWHERE = "the gradient is not the one that other ranks make of its samples"
 
 
@@ -56,7 +58,7 @@ class HardwareCheck(Callback):
         self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
         self._are_whole = not any(isinstance(weight, DTensor) for weight in self._weights.values())
         self._shows_sum = context.model.wrapper.name == "ddp" and config.update.accumulate_dtype is None
-        self._second: list[Tensor] = []  # gradient of the update that is being made, from the other ranks
+        self._second: list[Tensor] = []
         context.learner.optimizer.register_step_pre_hook(self._compare_gradients)
 
     def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
@@ -132,7 +134,8 @@ class HardwareCheck(Callback):
     def _compare_bits(self, title: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raise where a tensor that each rank holds whole has other bits on some rank."""
         named = {name: tensor.detach().view(WHOLE[tensor.element_size()]) for name, tensor in tensors}
-        sums = torch.stack([total.sum(dtype=torch.int64) for total in named.values()]).tolist()  # one bit changes a sum
+        # One bit changes a sum.
+        sums = torch.stack([total.sum(dtype=torch.int64) for total in named.values()]).tolist()
         for name, *rank_sums in zip(named, *self._ranks.gather(sums), strict=True):
             common, number = Counter(rank_sums).most_common(1)[0]
             if number < len(rank_sums):
@@ -156,14 +159,15 @@ class HardwareCheck(Callback):
             norms = norms_of([min(copies) for copies in zip(*(squares for _, squares in of_makers), strict=True)])
             for norm, *values in zip(norms, *(sums for sums, _ in of_makers), strict=True):
                 for maker, value in zip(makers, values, strict=True):
-                    near = sorted(abs(value - peer) for peer in values)[1]  # itself is the nearest
+                    # The nearest value is its own.
+                    near = sorted(abs(value - peer) for peer in values)[1]
                     odd |= set() if near <= self._tolerance * norm else {maker}
         return odd
 
     def _compare_gradients(self, *_: object) -> None:
         """Raise where the gradient that is about to be stepped is not the one that other ranks have made."""
         second, self._second = self._second, []
-        if not second:  # not an update that is checked
+        if not second:
             return
         references = [reference.double() for reference in second]
         differences = [part.double() - reference for part, reference in zip(self._gradient(), references, strict=True)]

@@ -15,12 +15,16 @@ from megabatch.train.autotune.microbatch_limit import relative_cost
 from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.updates import Dealing
 
-FIRST = 4  # measured updates after which ranks settle; then after twice as many, and so on
-WINDOW = 32  # the newest updates count
-LEAST_GAIN = 0.05  # of the seconds of an update, for which it is worth to deal otherwise
-SAID_GAIN, SAID_AFTER = 0.1, 8  # the gain that a run speaks of, and the measured updates that show it
-LEAST_CHANGE = 1.1  # factor between speeds in use and measured ones, below which updates stay dealt as they are
-FINENESS = 64  # speeds are multiples of 1 / 64, since smaller differences are noise
+# Ranks settle after this many measured updates, then after twice as many, and so on.
+FIRST = 4
+WINDOW = 32
+# The share of an update's seconds for which it is worth to deal otherwise.
+LEAST_GAIN = 0.05
+SAID_GAIN, SAID_AFTER = 0.1, 8
+# Below this factor between speeds, updates stay dealt as they are.
+LEAST_CHANGE = 1.1
+# Speeds are multiples of 1 / 64, since smaller differences are noise.
+FINENESS = 64
 
 
 class RankSpeeds(NamedTuple):
@@ -109,7 +113,8 @@ class MeasuredDealing(Callback):
     def after_update(self, context: RunContext) -> None:
         """Take in the seconds of an update. After some updates, settle."""
         self._num_updates += 1
-        if context.rank_seconds is not None and self._num_updates > 1:  # the first allocates memory
+        # The first update allocates memory.
+        if context.rank_seconds is not None and self._num_updates > 1:
             self._meter.add(*context.rank_seconds)
         count = self._num_updates - 1
         if count < FIRST or count & (count - 1):
@@ -126,7 +131,7 @@ class MeasuredDealing(Callback):
             return dealing
         seconds = f"{reading.balanced_seconds:.2g} s instead of {reading.seconds:.2g} s ({reading.gain:.0%} less)"
         if self._uses_speeds:
-            self._meter = SpeedMeter()  # after this, updates may be dealt otherwise
+            self._meter = SpeedMeter()
             if not differ(reading.speeds, dealing.speeds or (1.0,) * len(reading.speeds)):
                 return dealing
             context.console.say(

@@ -22,10 +22,12 @@ from megabatch.train.runtime.console import count, duration_text
 from megabatch.train.runtime.files import PLAN
 from megabatch.train.runtime.oom_limit import lowered_settings
 
-ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
-MOST_PLAN_LINES = 12  # on the screen
+# These compute nothing between the samples of a row.
+ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")
+MOST_PLAN_LINES = 12
 PROCESS = Path("/proc/self")
-COMPARED = 2  # the second update: optimizer states exist, so its peak is that of the run
+# From the second update on, optimizer states exist, so its peak is that of the run.
+COMPARED = 2
 
 
 class PlanMessage(Callback):
@@ -194,7 +196,7 @@ class MemoryCheck(Callback):
     def __init__(self) -> None:
         self._num_updates = 0
         self._high_water: HighWater | None = None
-        self._fit: TunedLimit | None = None  # before the update
+        self._fit: TunedLimit | None = None
 
     def before_update(self, context: RunContext) -> None:
         """Count updates, and begin to measure."""
@@ -215,7 +217,7 @@ class MemoryCheck(Callback):
             return
         peaks = context.ranks.gather(high_water.bytes())
         predicted = context.ranks.gather(context.plan.peak_bytes)
-        if not all(peaks):  # a system that does not tell
+        if not all(peaks):
             return
         peak, expected = max(peaks), max(predicted)
         share = f"{peak / expected:.2f} of the {gib_text(expected)} predicted"
@@ -238,7 +240,7 @@ class HighWater:
         """Return the memory that was reserved on a GPU, or resident on the CPU without files. 0: nobody can tell."""
         if self._is_gpu:
             return float(torch.cuda.max_memory_reserved(self._device))
-        try:  # lines such as "VmHWM:   123 kB"
+        try:
             kib = dict(line.split(":", 1) for line in (PROCESS / "status").read_text().splitlines())
             return 1024.0 * (int(kib["VmHWM"].split()[0]) - int(kib["RssFile"].split()[0]))
         except (OSError, ValueError, KeyError):

@@ -38,10 +38,11 @@ from megabatch.train.data.updates import part_of
 from megabatch.train.model.optimizer import LARGEST_NORM
 from megabatch.train.runtime.files import METRICS, read_rows
 
-NOISE, SIGNAL, SCALE = "gradient_noise", "gradient_signal", "noise_scale_samples"  # of an update's row
-KEPT = 0.9  # of a running sum, from one measurement to the next: the last ten or so count
-RECENT = 0.5  # of all measurements, the last ones, by which a run is judged at its end
-SURE = 2.0  # standard errors
+NOISE, SIGNAL, SCALE = "gradient_noise", "gradient_signal", "noise_scale_samples"
+# A running sum remembers the last ten measurements or so.
+KEPT = 0.9
+RECENT = 0.5
+SURE = 2.0
 
 
 class Sum(NamedTuple):
@@ -93,13 +94,11 @@ class NoiseScale(Callback):
         learner = context.learner
         self._every, self._seed = context.config.advice.every or 1, context.config.run.seed
         self._max_norm = learner.max_norm
-        self._parameters = [
-            parameter for parameter in learner.model.parameters() if parameter.requires_grad
-        ]  # FSDP2's shards
-        self._part: Sum | None = None  # of the update that is open
+        self._parameters = [parameter for parameter in learner.model.parameters() if parameter.requires_grad]
+        self._part: Sum | None = None
         self._scale = Scale()
-        self._size = 0  # of the last update that was measured
-        self._has_one_term = False  # once it is known
+        self._size = 0
+        self._has_one_term = False
 
     def start(self, context: RunContext) -> None:
         """Go on after the rows of the run."""
@@ -118,9 +117,11 @@ class NoiseScale(Callback):
             forward_backward(batch)
             self._check_terms(context)
             return
-        learner.max_norm = self._max_norm or LARGEST_NORM  # the norm is needed
+        # The norm is needed.
+        learner.max_norm = self._max_norm or LARGEST_NORM
         with context.model.losses():
-            learner.gradient.tune(batch, context.loss_fn)  # by all samples, as in one call
+            # The limit is tuned by all samples, as in one call.
+            learner.gradient.tune(batch, context.loss_fn)
         plan = learner.gradient.plan(batch)
         calls = Calls(halves(context.updates.ids, self._seed, learner.step + 1))
         for number, part in calls.left(batch):
@@ -142,7 +143,7 @@ class NoiseScale(Callback):
         if measured is None:
             return
         self._scale.add(measured)
-        self._size = context.expected_samples  # not that of a short tail
+        self._size = context.expected_samples
         context.row |= {NOISE: measured.noise, SIGNAL: measured.signal}
         if self._scale.samples is not None:
             context.row[SCALE] = self._scale.samples
@@ -159,8 +160,10 @@ class NoiseScale(Callback):
         total = nn.utils.get_total_norm(
             [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         )
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards
-        divided = loss_hooks(context.loss_fn).weigh is not None  # before the backward, by the weight of the call
+        # Over all shards.
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        # Such a loss is divided before the backward, by the weight of the call.
+        divided = loss_hooks(context.loss_fn).weigh is not None
         return Sum((norm if divided else norm / weight) ** 2 if weight else 0.0, weight)
 
     def _check_terms(self, context: RunContext) -> None:

@@ -6,7 +6,7 @@ from megabatch.train.context import Callback, RunContext
 from megabatch.train.runtime.console import count
 from megabatch.train.runtime.files import SKIPPED
 
-MAX_IN_A_ROW = 10  # skipped updates
+MAX_IN_A_ROW = 10
 
 
 class SkipNonfinite(Callback):
@@ -14,7 +14,7 @@ class SkipNonfinite(Callback):
 
     def __init__(self, context: RunContext) -> None:
         self._log = context.open_log(SKIPPED)
-        self._kept: list[ModuleSnapshot] = []  # the modules before the update
+        self._kept: list[ModuleSnapshot] = []
         self._num_in_a_row = 0
 
     def before_update(self, context: RunContext) -> None:
@@ -61,5 +61,6 @@ def names_of_update(context: RunContext) -> list[str]:
 
 def problem_of(update: Update) -> str | None:
     """Return what is not finite in the update, or None. An update with nothing to learn has no problem."""
-    problem = None if bool(update.finite) else update.problem()  # both wait for the device
+    # Both wait for the device.
+    problem = None if bool(update.finite) else update.problem()
     return None if problem is None else str(problem)

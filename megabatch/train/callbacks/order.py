@@ -25,7 +25,7 @@ def make_callbacks(context: RunContext, own_callbacks: Sequence[Callback]) -> li
     into several calls come first: the first callback is the innermost of `around_backward`.
     """
     config, ranks, callbacks = context.config, context.ranks, list[Callback]()
-    is_replica = config.parallel.replicas is not None  # whose microbatches and samples are a part of the update's
+    is_replica = config.parallel.replicas is not None
     if context.checkpoint is not None and not is_replica:
         callbacks.append(RandomCheck())
     if config.run.profile_steps and ranks.is_main:
@@ -40,7 +40,7 @@ def make_callbacks(context: RunContext, own_callbacks: Sequence[Callback]) -> li
         from megabatch.train.callbacks.ema import MovingAverage
 
         callbacks.append(MovingAverage(context))
-    is_joint = isinstance(context.loss_fn, JointLoss)  # its forwards and backwards are the library's own
+    is_joint = isinstance(context.loss_fn, JointLoss)
     has_seconds = ranks.size > 1 and context.model.wrapper.name == "ddp" and ranks.layout.pp == 1 and not is_joint
     if has_seconds:
         callbacks.append(RankTiming(context))
@@ -55,7 +55,7 @@ def make_callbacks(context: RunContext, own_callbacks: Sequence[Callback]) -> li
     callbacks.append(Metrics(context))
     if not is_replica:
         callbacks.append(MicrobatchLog(context))
-    if ranks.layout.pp == 1 and not is_joint and not is_replica:  # where a step is there to be marked
+    if ranks.layout.pp == 1 and not is_joint and not is_replica:
         callbacks.append(Timeline(context))
     if config.run.check_hardware_every is not None:
         from megabatch.train.callbacks.hardware_check import HardwareCheck
@@ -96,7 +96,8 @@ def load_callback(name: str) -> Callback:
             f"{title} made a {type(callback).__name__}; name a subclass of megabatch.train.Callback, or a function "
             "that returns an instance of one"
         )
-    for event in EVENTS:  # around_backward surrounds the library and other callbacks, whose errors are not its own
+    # around_backward surrounds the library and other callbacks, whose errors are not its own.
+    for event in EVENTS:
         if event != "around_backward" and getattr(type(callback), event) is not getattr(Callback, event):
             setattr(callback, event, blamed(title)(getattr(callback, event)))
     return callback

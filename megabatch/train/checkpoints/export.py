@@ -35,9 +35,9 @@ from megabatch.train.runtime.files import new_folder
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.trust import check_trust
 
-RECIPE = "config.toml"  # of a run's folder
-MODEL, AVERAGE = "learner.model.", "average."  # where a checkpoint has the weights, and their average
-INSIDE_PEFT = "base_model.model."  # in a PeftModel before the names of the model in it
+RECIPE = "config.toml"
+MODEL, AVERAGE = "learner.model.", "average."
+INSIDE_PEFT = "base_model.model."
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
@@ -77,7 +77,8 @@ def export(
         tokenizer = load_tokenizer(config.model)
         unread = "" if tokenizer is None else save_tokenizer(tokenizer, beside)
         for path in beside.rglob("*.safetensors"):
-            path.chmod(next(beside.glob("*config.json")).stat().st_mode)  # they are made for the owner's eyes alone
+            # Temporary files are readable by their owner alone.
+            path.chmod(next(beside.glob("*config.json")).stat().st_mode)
     which = "the average of the weights" if weights.num_averaged else "the weights"
     kind = (
         adapter_text(model, run_folder)
@@ -170,7 +171,7 @@ def read_weights(checkpoint: Path) -> Checkpointed:
         }
         with without_group_warning():
             load_state(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True)
-    except (Exception, CheckpointException) as error:  # whatever a damaged file makes its reader raise
+    except (Exception, CheckpointException) as error:
         reason = reason_of(error) if isinstance(error, CheckpointException) else in_one_line(error)
         raise MegabatchError(f"{checkpoint} is damaged ({reason}); choose an earlier step with --step") from None
     tensors = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
@@ -307,7 +308,8 @@ def check_base(base: nn.Module, checkpoint: Path) -> None:
     saved: dict[str, list[object]] = read_meta(checkpoint)["parameters"]
     there = {name.replace(INSIDE, "."): fields for name, fields in saved.items() if MARK not in name}
     here = described(base)
-    names = [name for name in there if name in here and len(there[name]) > len(here[name])]  # those with a checksum
+    # Those with a checksum.
+    names = [name for name in there if name in here and len(there[name]) > len(here[name])]
     sums = sealed({"parameters": here}, base, names, ALONE)["parameters"]
     difference = first_difference(there, json.loads(json.dumps(sums)))
     if difference is not None:
@@ -368,7 +370,8 @@ def load_initial_weights(run: Path, model: nn.Module, left_out: Collection[str],
     described = SafeReader(checkpoint).read_metadata().state_dict_metadata
     state = get_model_state_dict(model)
     wanted: dict[str, Tensor] = {}
-    first_names: dict[int, str] = {}  # of each parameter: an average has a tied one once
+    # An average has a tied parameter once.
+    first_names: dict[int, str] = {}
     tied = {
         name: first_names.setdefault(id(parameter), name)
         for name, parameter in model.named_parameters(remove_duplicate=False)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from megabatch.errors import in_one_line
 from megabatch.train.model.architecture import BYTES_MARK
 
-SENTENCE = "user: Grüße, 3 x 4 = 12.\n"  # compared after writing
+SENTENCE = "user: Grüße, 3 x 4 = 12.\n"
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> str:
@@ -31,7 +31,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> str:
     expected = tokenizer(SENTENCE)["input_ids"]
     try:
         ids = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)(SENTENCE)["input_ids"]
-    except Exception as error:  # whatever its reader raises
+    except Exception as error:
         return f"AutoTokenizer does not load the exported tokenizer ({in_one_line(error)}); load it by its own class"
     if ids == expected:
         return ""

@@ -30,19 +30,21 @@ from megabatch.train.runtime.ranks import Ranks
 
 Meta = dict[str, Any]
 
-FILES = "files"  # key of meta.json: digests of the other files
-BEST_ONLY = "best_only"  # key of meta.json: delete this checkpoint once it is not the best one
-POSITIONS = ("updates", "watch")  # keys of meta.json: how far the run has come
-IDENTITY = {  # key of meta.json → what differs if its value does, and a prefix for its keys in messages
+FILES = "files"
+BEST_ONLY = "best_only"
+POSITIONS = ("updates", "watch")
+IDENTITY = {
     "settings": ("recipe", ""),
     "model_config": ("model", "model.config."),
     "parameters": ("model", "the parameter "),
     "data": ("data set", "data: "),
-    "derived": ("recipe", ""),  # last: it differs whenever one of the others does
+    # Last, since it differs whenever one of the others does.
+    "derived": ("recipe", ""),
 }
-UNTELLING = "fingerprint"  # prefix of keys that differ whenever anything does; any other difference says more
+# Keys that differ whenever anything does come last: any other difference says more.
+UNTELLING = "fingerprint"
 MISSING = "missing"
-MAX_CHARACTERS = 80  # of a value in a message
+MAX_CHARACTERS = 80
 
 
 class DamagedError(MegabatchError):
@@ -63,7 +65,7 @@ class FileDigest(NamedTuple):
     sha256: str  # hexadecimal
 
 
-Digests = dict[str, FileDigest]  # by file name
+Digests = dict[str, FileDigest]
 
 
 def hash_file(path: Path) -> FileDigest:
@@ -76,7 +78,7 @@ def hash_written_files(checkpoint: Path, ranks: Ranks) -> Digests:
 
     Raises `MegabatchError` on every rank if one cannot read what it wrote.
     """
-    patterns = [f"__{ranks.rank}_*", *([".metadata"] if ranks.is_main else [])]  # DCP's names for a rank's files
+    patterns = [f"__{ranks.rank}_*", *([".metadata"] if ranks.is_main else [])]
     problem, local_digests = None, Digests()
     try:
         local_digests = {path.name: hash_file(path) for pattern in patterns for path in checkpoint.glob(pattern)}
@@ -147,7 +149,7 @@ def read_digests(checkpoint: Path) -> Digests:
     meta = _read_verified(checkpoint)
     try:
         digests = {name: FileDigest(**fields) for name, fields in meta[FILES].items()}
-    except (KeyError, AttributeError, TypeError) as error:  # written by a later version
+    except (KeyError, AttributeError, TypeError) as error:
         raise DamagedError(checkpoint / META, in_one_line(error)) from None
     for name, digest in digests.items():
         if not is_plain_name(name):
@@ -253,7 +255,7 @@ def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
             within = first_difference(cast(Meta, there), cast(Meta, now))
             if within is not None:
                 return f"{key}.{within[0]}", *within[1:]
-        elif there == MASK or (there is MISSING and now in (None, {}, [])):  # an older checkpoint's, which cannot tell
+        elif there == MASK or (there is MISSING and now in (None, {}, [])):
             continue
         elif there != now:
             return key, shorten(there), shorten(now)

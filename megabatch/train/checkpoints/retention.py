@@ -68,7 +68,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._pointer = folder, checkpoints_of(folder) / POINTER
-        self._damages: dict[int, str | None] = {}  # by step; None: valid
+        self._damages: dict[int, str | None] = {}
 
     def damage(self, step: int, ranks: Ranks) -> str | None:
         """Return what is wrong with a checkpoint, the same on every rank; None if it is valid. Collective."""
@@ -166,12 +166,13 @@ class Checkpoints:
         """Delete checkpoints that no pointer names, and what killed processes have left of others."""
         for path in (path_of(self._folder, step) for step in steps if step not in self._named_steps()):
             remove_path(unfinished_of(path))
-            os.replace(path, unfinished_of(path))  # so that a half-deleted one never looks whole
+            # A half-deleted checkpoint must never look whole.
+            os.replace(path, unfinished_of(path))
         folder = checkpoints_of(self._folder)
         for unfinished in folder.glob(f"step-*{UNFINISHED}"):
             if step_of(unfinished.name.removesuffix(UNFINISHED)) is not None:
                 remove_path(unfinished)
-        remove_unfinished(folder)  # of a pointer
+        remove_unfinished(folder)
 
     def _read_on_main(self, read: Callable[[], Value], ranks: Ranks) -> Value:
         return ranks.on_main(read, str(self._pointer.parent), verb="read")
@@ -180,7 +181,8 @@ class Checkpoints:
 def _is_best_only(checkpoint: Path) -> bool:
     try:
         return bool(read_meta(checkpoint).get(BEST_ONLY, False))
-    except MegabatchError:  # a damaged one is counted, and kept or deleted with the others
+    except MegabatchError:
+        # A damaged one is counted, and kept or deleted with the others.
         return False
 
 

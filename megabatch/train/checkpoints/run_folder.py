@@ -62,14 +62,14 @@ from megabatch.train.runtime.rendezvous import Job
 from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 from megabatch.train.trust import sealed
 
-SECONDS_BETWEEN_TRIES = 0.2  # to lock the run
-SAVED = re.compile(rb"  saved .*(step-\d+)$")  # a line of the log
+SECONDS_BETWEEN_TRIES = 0.2
+SAVED = re.compile(rb"  saved .*(step-\d+)$")
 DATA_KEYS = ("path", "source", "mixture", "function", "options", "pack_tokens")
 PACKAGES = ("megabatch", "torch", "transformers", "datasets", "numpy")
-TRACKING = "tracking.json"  # the id of the run at each tracker
-FOLDER_OF_LINKS = "wandb"  # in which wandb keeps links of its own
-FOLDERS = ("checkpoints", "profile", "stuck", "tensorboard", FOLDER_OF_LINKS)  # of a run
-NONE = "none"  # stands for None, which TOML lacks
+TRACKING = "tracking.json"
+FOLDER_OF_LINKS = "wandb"
+FOLDERS = ("checkpoints", "profile", "stuck", "tensorboard", FOLDER_OF_LINKS)
+NONE = "none"
 SECONDS_FOR_GIT = 5.0
 
 
@@ -129,7 +129,8 @@ def open_run_folder(
         if shared is None or not shared.is_joined:
             remove_unfinished(folder)
             remove_unfinished(checkpoints_of(folder))
-        if is_new and has_checkpoint(folder):  # another process was faster
+        # Another process was faster.
+        if is_new and has_checkpoint(folder):
             raise holds_a_run(folder)
         _check_can_start(folder, config, ranks.job)
         if (starts := read_starts(folder)) == UNKNOWN:
@@ -141,7 +142,8 @@ def open_run_folder(
         num_unsaved = _count_updates(folder) if is_new else 0
         if is_new and (num_unsaved if shared else starts or config.run.resume):
             if is_file(folder / CONFIG) and read_file(folder / CONFIG) != recipe.encode():
-                (folder / TRACKING).unlink(missing_ok=True)  # trackers keep the recipe of the run they know
+                # Trackers keep the recipe of the run they know.
+                (folder / TRACKING).unlink(missing_ok=True)
             again = f", and makes {count(num_unsaved, 'update')} again" if num_unsaved else ""
             console.say(f"nothing was saved yet: the run begins at update 0{again}")
         replace_text(folder / ENVIRONMENT, json.dumps({"starts": [*starts, start]}, indent=1) + "\n")
@@ -192,13 +194,14 @@ def lock_run(folder: Path, within_seconds: float | None) -> None:
     while True:
         try:
             return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # PermissionError: on some systems
+        except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
                 raise MegabatchError(
                     f"another process is writing to the run in {folder}; wait for it, or choose another run.folder"
                 ) from None
             time.sleep(SECONDS_BETWEEN_TRIES)
-        except OSError:  # a file system without locks
+        except OSError:
+            # A file system without locks.
             return None
 
 
@@ -273,7 +276,8 @@ def _check_same_recipe(folder: Path, config: Config, num_updates: int) -> None:
     """Raise if another recipe made the updates that would be made again."""
     try:
         there = load_config(recipe_of(folder), [], may_be_masked=True)
-    except MegabatchError:  # damaged: it is written again, and nothing that was saved is lost
+    except MegabatchError:
+        # A damaged recipe is written again, and nothing that was saved is lost.
         return
     difference = first_difference(_identity(there), _identity(config))
     if difference is not None:

@@ -48,7 +48,7 @@ from megabatch.train.runtime.files import open_file, remove_path, replace_text, 
 from megabatch.train.runtime.ranks import Ranks
 
 DESCRIPTION = ".metadata"
-CLASSES = {  # module → names in it that a description may use
+CLASSES = {
     metadata.__name__: (
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -57,15 +57,15 @@ CLASSES = {  # module → names in it that a description may use
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath", "PurePosixPath"),
-    "pathlib._local": ("PosixPath", "PurePosixPath"),  # Python 3.13
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
 }  # fmt: skip
-CUT_OFF = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")  # in the words of torch's writer
-NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]  # what a pickled numpy number calls
+CUT_OFF = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")
+NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
 NUMPY_TYPES: list[Any] = [
     NUMPY_SCALAR,
     np.dtype,
     *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
-]  # of a custom optimizer
+]
 
 
 def states_of(state: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -82,13 +82,13 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
     unfinished = unfinished_of(checkpoint)
 
     def begin() -> int:
-        remove_path(unfinished)  # left by a killed run
+        remove_path(unfinished)
         unfinished.mkdir(parents=True)
         return shutil.disk_usage(unfinished).free
 
     def finish() -> None:
         write_meta(unfinished, meta, digests)
-        remove_path(checkpoint)  # damaged, or later than ``latest``
+        remove_path(checkpoint)
         os.replace(unfinished, checkpoint)
         sync(checkpoint.parent)
         replace_text(checkpoint.parent / POINTER, checkpoint.name)
@@ -110,7 +110,8 @@ def _write_states(states: Mapping[str, Any], to: Path, ranks: Ranks, free_bytes:
             save_state(dict(states), checkpoint_id=to, process_group=ranks.group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        if isinstance(first, KeyboardInterrupt):  # DCP catches everything
+        # DCP catches everything.
+        if isinstance(first, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         sizes = f"{gib_text(_tensor_bytes(states))} of tensors, with {gib_text(free_bytes)} free"
         raise MegabatchError(f"cannot write {to} ({write_problem(first)}); make room for it: {sizes}") from None
@@ -134,8 +135,9 @@ def load(checkpoint: Path, state: Mapping[str, Stateful]) -> None:
     """Load each part of a run from a checkpoint of any number of ranks. Collective. Raises `DamagedError`."""
     reader, states = SafeReader(checkpoint), states_of(state)
     try:
-        reader.read_metadata()  # DCP would log a traceback
-    except Exception as error:  # a damaged pickle can raise anything
+        # DCP would log a traceback.
+        reader.read_metadata()
+    except Exception as error:
         raise DamagedError(checkpoint, in_one_line(error)) from None
     try:
         with without_group_warning():

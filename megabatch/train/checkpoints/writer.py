@@ -29,9 +29,10 @@ from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.shared_folder import CHECKPOINT, SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
-SECONDS_BETWEEN_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # of a run's last checkpoint
-SECONDS_BETWEEN_LATE_TRIES, MOST_TRIES = 10.0, 360  # about an hour
-SECONDS_TO_LEAVE = 3.0  # for one that is on its way when a run on several ranks fails
+SECONDS_BETWEEN_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+# About an hour.
+SECONDS_BETWEEN_LATE_TRIES, MOST_TRIES = 10.0, 360
+SECONDS_TO_LEAVE = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class CheckpointRequest:
     states: dict[str, Any]
     meta: Meta
     is_best: bool
-    in_turn: bool  # a regular checkpoint, which is written again if that fails; after a best one the weights move on
+    # A regular checkpoint is written again if that fails; after a best one the weights move on.
+    in_turn: bool
 
 
 class Beside(threading.Thread):
@@ -57,7 +59,7 @@ class Beside(threading.Thread):
     def run(self) -> None:
         try:
             self._write()
-        except BaseException as error:  # for the main thread, which may be in a collective
+        except BaseException as error:
             self.error = error
 
     def result(self) -> None:
@@ -84,8 +86,8 @@ class Writer:
         self._folder, self._keep_last = Path(config.run.folder), config.run.keep_last
         self._ranks, self._console, self._flush = ranks, console, flush
         self._shelf = Checkpoints(self._folder)
-        self._retry_step: int | None = None  # the update at which a failed write is tried again
-        self._retry_gap = 1  # after 1 update, then 2, 4, 8, ... until it is written
+        self._retry_step: int | None = None
+        self._retry_gap = 1
         self._apart = ranks_apart(ranks) if in_background(config, ranks) else None
         self._on_its_way: tuple[CheckpointRequest, Beside] | None = None
         self.written_step: int | None = None
@@ -125,7 +127,8 @@ class Writer:
         """
         self.wait()
         if self._shared is not None:
-            self._shared.is_writer = True  # the others may be gone
+            # The other replicas may be gone.
+            self._shared.is_writer = True
         for number, seconds in enumerate(chain((0.0, *SECONDS_BETWEEN_TRIES), repeat(SECONDS_BETWEEN_LATE_TRIES))):
             time.sleep(seconds)
             try:
@@ -184,7 +187,7 @@ class Writer:
         problem, states = None, request.states
         try:
             states = staged(request.states)
-        except Exception as error:  # of memory, or of a part of one's own that cannot be copied
+        except Exception as error:
             problem = in_one_line(error)
         shared_problem = self._ranks.first_problem(problem)
         if shared_problem is not None:
@@ -204,7 +207,8 @@ class Writer:
         ranks.on_main(lambda: shared.take(CHECKPOINT), str(self._folder))
         try:
             latest = ranks.on_main(lambda: step_named_by(pointer), str(pointer), verb="read")
-            if latest is None or latest < request.step:  # else another replica has written it
+            # Otherwise another replica has written it.
+            if latest is None or latest < request.step:
                 self._write(request, ranks)
         finally:
             if ranks.is_main:

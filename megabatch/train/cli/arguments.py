@@ -176,12 +176,12 @@ class Audit:
 COMMANDS: dict[str, type] = {
     kind.__name__.lower(): kind for kind in (Init, Show, Train, Plan, Verify, Chat, Export, Report, Runs, Audit)
 }
-REMOVED_COMMANDS = {  # command of the last version -> what to use instead
+REMOVED_COMMANDS = {
     "watch": "open report.html in the run's folder, which is written again while the run goes on and reloads itself",
     "doctor": "run `megabatch verify RECIPE`, under torchrun on all ranks, and `megabatch plan --measure FILE`",
     "completion": "name commands and keys in full; `megabatch --help` and `megabatch train --help` list them",
 }
-REMOVED_OPTIONS: dict[str, dict[str, str]] = {  # command -> option of the last version -> what to use instead
+REMOVED_OPTIONS: dict[str, dict[str, str]] = {
     "verify": {"step": "`megabatch verify RECIPE` compares gradients alone, and on several ranks under torchrun"},
     "plan": {
         "published": "run `python -m benchmarks.published` in the repository",
@@ -193,7 +193,7 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {  # command -> option of the last 
     },
 }
 WITH_RECIPE = ("train", "plan", "verify", "show")
-ALONE = ("init", "show", "chat", "export", "report", "runs", "audit")  # in one process
+ALONE = ("init", "show", "chat", "export", "report", "runs", "audit")
 
 ENDING = """
 RECIPE is a TOML file. Any key of it is overridden as --section.key=value; `megabatch train --help` explains the keys,

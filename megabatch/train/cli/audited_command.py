@@ -20,9 +20,9 @@ from megabatch.train.cli.arguments import Audit as Arguments
 from megabatch.train.cli.sweep import run_process
 from megabatch.train.runtime.console import CRASHED, print_line
 
-FOLDER, UPDATES = "MEGABATCH_AUDIT_FOLDER", "MEGABATCH_AUDIT_UPDATES"  # environment of the audited processes
+FOLDER, UPDATES = "MEGABATCH_AUDIT_FOLDER", "MEGABATCH_AUDIT_UPDATES"
 PAGE = "audit.html"
-ROOT = Path(__file__).parents[3]  # where megabatch is imported from
+ROOT = Path(__file__).parents[3]
 
 SITECUSTOMIZE = f"""
 import importlib.util
@@ -88,7 +88,8 @@ def begin_audit() -> None:
     from megabatch import Audit, audit
 
     folder, launcher = Path(os.environ[FOLDER]), os.getppid()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr when it starts
+    # torch's profiler writes to stderr when it starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def write(record: Any) -> None:
         with (folder / f"{socket.gethostname()}-{launcher}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
@@ -146,7 +147,8 @@ def run_watched(command: tuple[str, ...], folder: Path, updates: int) -> int:
         paths = [hooks, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {FOLDER: str(folder), UPDATES: str(updates), "PYTHONPATH": os.pathsep.join(paths)}
         try:
-            status, _ = run_process(command, os.environ | environment)  # it decides what a signal does
+            # The command decides what a signal does.
+            status, _ = run_process(command, os.environ | environment)
         except OSError as error:
             folder.rmdir()
             raise MegabatchError(f"{command[0]} cannot be started: {in_one_line(error)}; see that it runs") from None
@@ -190,7 +192,8 @@ def read_findings(folder: Path, command: str) -> tuple[Any, int]:
     """Return the findings of the processes that trained together, and how many other runs there are."""
     from megabatch import Audit
 
-    by_launcher: dict[str, list[Any]] = {}  # torchrun starts the ranks of one machine
+    # torchrun starts the ranks of one machine.
+    by_launcher: dict[str, list[Any]] = {}
     for file in sorted(folder.glob("*.jsonl")):
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -208,7 +211,7 @@ def read_findings(folder: Path, command: str) -> tuple[Any, int]:
         if together and len(ranks) == together[0].updates[0].world:
             runs.append(merge(together))
         else:
-            parts += together  # the ranks of one of several machines
+            parts += together
     runs += [merge(parts)] if parts else []
     every = [part for files in by_launcher.values() for part in files]
     runs = runs or [part for part in every if part.updates] or [merge(every)]

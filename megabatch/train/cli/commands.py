@@ -46,10 +46,12 @@ def main() -> NoReturn:
     status = run(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except OSError:  # nobody reads what was printed last, or a full disk does not take it
+    except OSError:
+        # Nobody reads what was printed last, or a full disk does not take it.
         drop_output()
     sys.stderr.flush()
-    if "RANK" in os.environ or holds_the_end():  # gloo's threads can abort an interpreter that closes, all work done
+    # gloo's threads can abort an interpreter that closes, when all work is done.
+    if "RANK" in os.environ or holds_the_end():
         os._exit(status)
     sys.exit(status)
 
@@ -61,7 +63,8 @@ def run(arguments: list[str]) -> int:
             run_command(arguments, rendezvous)
     except FailedError as failed:
         return failed.status
-    except KeyboardInterrupt as interruption:  # a second signal, while the process ends by the first
+    except KeyboardInterrupt as interruption:
+        # A second signal came while the process ends by the first.
         return 128 + getattr(interruption, "number", signal.SIGINT)
     return 0
 
@@ -122,7 +125,8 @@ def train(config: Config, rendezvous: Rendezvous) -> None:
     run, stop = config.run, StopSignal(speaks=rendezvous.rank == 0, folder=config.run.folder)
     heartbeat = Heartbeat(rendezvous, run.answer_within_seconds, run.stuck_after, Path(run.folder))
     with stop.handling():
-        from megabatch.train import loop  # takes seconds, in which a signal may come
+        # This import takes seconds, in which a signal may come.
+        from megabatch.train import loop
 
         ranks = init_ranks(rendezvous, config)
         with saving_oom_limit(run, ranks), heartbeat.running():

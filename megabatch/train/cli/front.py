@@ -52,7 +52,8 @@ def run(arguments: Sequence[str]) -> int | None:
     except BrokenPipeError:
         drop_output()
         return UNREAD
-    except OSError as error:  # of a name that cannot be one, or a full disk that does not take what is printed
+    except OSError as error:
+        # The name cannot be one, or a full disk does not take what is printed.
         drop_output()
         print_line(f"megabatch: {in_one_line(error)}; give another name, or look at the disk", sys.stderr)
         return FAILED

@@ -17,7 +17,7 @@ from megabatch.train.cli.arguments import COMMANDS, WITH_RECIPE
 from megabatch.train.config import Config, ModelConfig, RunConfig, Section, SourceConfig, UpdateConfig
 from megabatch.train.config.recipe import load_config
 
-EXAMPLE = Config(  # the defaults, and values of the keys that have none
+EXAMPLE = Config(
     model=ModelConfig(config={"model_type": "llama"}),
     update=UpdateConfig(global_batch_size=32, max_microbatch_tokens=8192),
     run=RunConfig(folder="runs/RECIPE"),
@@ -52,7 +52,7 @@ def print_help(name: str, arguments: Sequence[str]) -> None:
         kind = with_keys(kind, config)
     if name == "train":
         print(TEN_KEYS)
-    with suppress(SystemExit):  # the end of tyro's help
+    with suppress(SystemExit):
         tyro.cli(kind, args=["--help"], prog=f"megabatch {name}", use_underscores=True)
     if name in WITH_RECIPE:
         print(f"{ENDING}{', '.join(SourceConfig.model_fields)}.")
@@ -62,7 +62,7 @@ def with_keys(command: type, config: Config) -> type:
     """Return the class of a command with a field for each section, of which tyro explains each key."""
     kinds = {name: section_kind(name, getattr(config, name)) for name in Config.model_fields}
     keys = make_dataclass("Keys", [(name, kind, field(default_factory=kind)) for name, kind in kinds.items()])
-    fields = [("keys", Annotated[keys, tyro.conf.arg(name="")], field(default_factory=keys))]  # "": --optim.lr
+    fields = [("keys", Annotated[keys, tyro.conf.arg(name="")], field(default_factory=keys))]
     namespace = {"__doc__": command.__doc__}
     return make_dataclass(command.__name__, fields, bases=(command,), frozen=True, namespace=namespace)
 

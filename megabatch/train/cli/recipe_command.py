@@ -33,7 +33,8 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     if "sweep" in options:
         raise MegabatchError("--sweep makes one run after the other; under torchrun start each run by itself")
     is_run, path = recipe.is_dir(), recipe_named(recipe)
-    if is_run and name != "plan":  # the folder may have been moved
+    # The folder may have been moved.
+    if is_run and name != "plan":
         overrides = [f"--run.folder={recipe}", "--run.resume=true", *overrides]
     config = load_config(path, overrides)
     if "trust" not in options:
@@ -44,7 +45,8 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     for key, source in named_sources(config).items():
         find_files(source, key)
     folder = Path(config.run.folder)
-    may_be_restarted = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun; `resume_if_restarted` finds out
+    # torchrun may have restarted the run; `resume_if_restarted` finds out.
+    may_be_restarted = "TORCHELASTIC_RUN_ID" in os.environ
     if name == "train" and is_new and not config.run.resume and not may_be_restarted and has_checkpoint(folder):
         raise holds_a_run(folder)
     start = config.run.init_from

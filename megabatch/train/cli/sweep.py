@@ -17,7 +17,7 @@ from megabatch.train.cli.recipe_command import read_config
 from megabatch.train.report.runs import print_runs
 from megabatch.train.runtime.console import print_line
 
-Words = tuple[str, ...]  # "optim.lr=1e-3", one for each key
+Words = tuple[str, ...]
 
 
 def run_sweep(arguments: Sequence[str], sweeps: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def run_sweep(arguments: Sequence[str], sweeps: Sequence[str]) -> int:
     parent = Path(f"{read_config('train', arguments, is_new=False).run.folder}-sweep")
     commands: dict[Words, list[str]] = {}
     for words in combinations:
-        names = [re.sub(r"^[^=]*\.(?=[^=]*=)", "", word) for word in words]  # "lr=1e-3"
+        names = [re.sub(r"^[^=]*\.(?=[^=]*=)", "", word) for word in words]
         folder = parent / re.sub(r"[^\w.+=,-]", "_", ",".join(names))
         commands[words] = [*arguments, *(f"--{word}" for word in words), f"--run.folder={folder}"]
     for command in commands.values():

@@ -20,8 +20,8 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
 
-MAX_SAMPLES = 8  # over all ranks; each runs all of them in float64
-NUM_SHOWN = 12  # parameters, the worst first
+MAX_SAMPLES = 8
+NUM_SHOWN = 12
 
 
 def verify_recipe(config: Config, ranks: Ranks) -> Verification:

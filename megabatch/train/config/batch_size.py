@@ -25,9 +25,9 @@ class BatchSizes:
     points: tuple[int, ...]  # increasing, the first is 0
     sizes: tuple[int, ...]  # from that point on
 
-    def __call__(self, seen: object) -> int:
+    def __call__(self, consumed: object) -> int:
         """Return the samples of the next update, by the sampler's `Consumed`; it needs torch and is not imported."""
-        return self.sizes[bisect_right(self.points, getattr(seen, self.unit)) - 1]
+        return self.sizes[bisect_right(self.points, getattr(consumed, self.unit)) - 1]
 
     @property
     def largest(self) -> int:
@@ -42,26 +42,27 @@ class BatchSizes:
 
 def sizes_of(update: UpdateConfig) -> BatchSizes:
     """Return the sizes of a recipe. Raises `MegabatchError` for a bad schedule."""
-    given = update.global_batch_size
-    return BatchSizes("updates", (0,), (given,)) if isinstance(given, int) else read_schedule(given)
+    size = update.global_batch_size
+    return BatchSizes("updates", (0,), (size,)) if isinstance(size, int) else read_schedule(size)
 
 
-def read_schedule(given: Sequence[Any]) -> BatchSizes:
+def read_schedule(pairs: Sequence[Any]) -> BatchSizes:
     """Read a schedule as a recipe has it. Raises `MegabatchError` for a bad one."""
-    if not given or not all(isinstance(pair, list) and len(cast(list[Any], pair)) == 2 for pair in given):
-        raise MegabatchError(f"{KEY} is {given}; expected {FORM}: pairs of a point and the samples from there on")
-    sizes = tuple(size for _, size in given)
+    if not pairs or not all(isinstance(pair, list) and len(cast(list[Any], pair)) == 2 for pair in pairs):
+        raise MegabatchError(f"{KEY} is {pairs}; expected {FORM}: pairs of a point and the samples from there on")
+    sizes = tuple(size for _, size in pairs)
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size < 2**63:
             raise MegabatchError(f"{KEY} has updates of {size!r} samples; expected a whole number of at least 1")
-    read = [read_point(point) for point, _ in given]
+    read = [read_point(point) for point, _ in pairs]
     points = tuple(number for number, _ in read)
-    units = sorted({unit for number, unit in read if number})  # nothing is nothing, in any unit
+    # Zero is zero in any unit.
+    units = sorted({unit for number, unit in read if number})
     if points[0]:
-        raise MegabatchError(f"{KEY} begins at {given[0][0]!r}; the first size holds from 0 on: [[0, {sizes[0]}], ...]")
+        raise MegabatchError(f"{KEY} begins at {pairs[0][0]!r}; the first size holds from 0 on: [[0, {sizes[0]}], ...]")
     if len(units) > 1:
         raise MegabatchError(f"{KEY} has points in {' and in '.join(units)}, which have no order; count all in one")
-    for (before, _), (after, _), (low, high) in zip(given, given[1:], pairwise(points), strict=False):
+    for (before, _), (after, _), (low, high) in zip(pairs, pairs[1:], pairwise(points), strict=False):
         if high <= low:
             raise MegabatchError(f"{KEY} goes from {before!r} to {after!r}; put its points in increasing order")
     return BatchSizes(units[0] if units else "updates", points, sizes)
@@ -71,13 +72,13 @@ def read_point(point: object) -> tuple[int, str]:
     """Return number and unit of a point: a number of updates, or "50M tokens"."""
     if isinstance(point, int) and not isinstance(point, bool) and 0 <= point < 2**63:
         return point, "updates"
-    found = POINT.fullmatch(point) if isinstance(point, str) else None
-    number = Fraction(found[1].replace("_", "")) * TIMES[found[2]] if found else Fraction(1, 2)
-    if found is None or number.denominator != 1 or number >= 2**63:
+    match = POINT.fullmatch(point) if isinstance(point, str) else None
+    number = Fraction(match[1].replace("_", "")) * TIMES[match[2]] if match else Fraction(1, 2)
+    if match is None or number.denominator != 1 or number >= 2**63:
         raise MegabatchError(
             f'{KEY} has the point {point!r}; expected a number of updates, or "20k samples", "1.5B tokens" or the like'
         )
-    return int(number), f"{found[3]}s"
+    return int(number), f"{match[3]}s"
 
 
 def check_batch_size(config: Config) -> None:

@@ -12,8 +12,8 @@ RATE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) *([kmgt]i?|)(b|bit|bits)(?:/s|ps)", re
 
 def read_bytes(name: str, text: str) -> int:
     """Read the bytes of "80GiB", "80 GB" or "512MiB". Raises `MegabatchError` for other text and for 0 bytes."""
-    found = SIZE.fullmatch(text.strip())
-    size = 0 if found is None else int(float(found[1]) * FACTORS[found[2].lower()])
+    match = SIZE.fullmatch(text.strip())
+    size = 0 if match is None else int(float(match[1]) * FACTORS[match[2].lower()])
     if size < 1:
         raise MegabatchError(f"{name} is {text!r}; write a size with its unit, 80GiB say")
     return size
@@ -21,11 +21,11 @@ def read_bytes(name: str, text: str) -> int:
 
 def read_rate(name: str, text: str) -> float:
     """Read the bytes per second of "235GB/s", "900 GiB/s" or "400Gbit/s". Raises `MegabatchError` for other text."""
-    found = RATE.fullmatch(text.strip())
-    rate = 0.0 if found is None else float(found[1]) * FACTORS[found[2].lower()]
-    if found is None or rate <= 0:
+    match = RATE.fullmatch(text.strip())
+    rate = 0.0 if match is None else float(match[1]) * FACTORS[match[2].lower()]
+    if match is None or rate <= 0:
         raise MegabatchError(f"{name} is {text!r}; write bytes or bits per second with their unit, 235GB/s say")
-    return rate if found[3].lower() == "b" else rate / 8
+    return rate if match[3].lower() == "b" else rate / 8
 
 
 def gib_text(size: float) -> str:

@@ -11,7 +11,7 @@ TEXT_KEYS = [
     *SOURCE_KEYS,
     *(f"data.{key}" for key in ("mixture", "streaming", "pack_tokens", "max_sample_tokens", "broken_rows")),
 ]
-EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that value alone
+EXCLUDING = (
     ("model.function", ["model.attention"], "which a model of your own chooses itself"),
     ("model.function", ["model.quantize"], "and a model of your own may read weights other than by its layers"),
     ("model.function", ["parallel.cp"], "and the attention of a model of your own is not cut over ranks"),
@@ -89,7 +89,7 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("data.look_ahead", ["data.num_workers"], "which load an update whole"),
 )
 LOSSES_IN_SHAPES = ("megabatch.losses:next_token", "megabatch.losses:classification")
-NEEDING = (  # a key, and another without which it has no effect
+NEEDING = (
     ("model.options", "model.function"),
     ("model.quantize", "model.lora"),
     ("model.double_quantization", "model.quantize"),
@@ -109,16 +109,15 @@ NEEDING = (  # a key, and another without which it has no effect
 
 def check_config(config: Config) -> None:
     """Raise `MegabatchError` where settings would be ignored or cannot be together."""
-    problem = next(problems(config), None)
-    if problem is not None:
+    for problem in problems(config):
         raise MegabatchError(problem)
 
 
 def problems(config: Config) -> Iterator[str]:
     """Yield every contradiction, in one line each."""
-    for key, others, why in EXCLUDING:
-        for other in given(config, others if is_given(config, key) else ()):
-            yield f"{said(config, key)} and {other}, {why}; leave one of them out"
+    for key, excluded, why in EXCLUDING:
+        for excluded_key in given(config, excluded if is_given(config, key) else ()):
+            yield f"{said(config, key)} and {excluded_key}, {why}; leave one of them out"
     for key, needed in NEEDING:
         if is_given(config, key) and not is_given(config, needed):
             wanted = needed.replace("=", " = ")

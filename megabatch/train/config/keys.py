@@ -8,7 +8,7 @@ from typing import Any, Union, cast, get_args, get_origin
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, Options, Section, SourceConfig
 
-NAMES_ELSEWHERE = {  # key -> what others call it
+NAMES_ELSEWHERE = {
     "update.micro_batch_size": "local_batch_size per_device_train_batch_size mbs train_micro_batch_size_per_gpu",
     "update.global_batch_size": "train_batch_size total_batch_size global_bsz gbs",
     "update.global_batch_size (samples of an update; update.micro_batch_size are those of a forward)": "batch_size",
@@ -45,7 +45,7 @@ FOREIGN_KEYS = {
         DERIVED.split(), "it is derived, never set: set update.global_batch_size and update.micro_batch_size"
     ),
 }
-REMOVED_KEYS = {  # key -> what to do instead; a line is kept for one release
+REMOVED_KEYS = {
     "run.manifest": "it was removed: run_hash in each row of metrics.jsonl tells runs apart; leave the key out",
     "optim.in_backward": "it was removed, since it freed no memory where gradients accumulate: leave it out",
     "eval.completion_tokens": "it was removed: `megabatch chat` writes text with the run's model; leave the key out",
@@ -82,13 +82,13 @@ def is_named_sources(annotation: Any) -> bool:
 
 def type_of(key: str) -> Any:
     """Return the type of the value of a dotted key, in options and named sources too; None for an unknown key."""
-    first, rest = ".".join(key.split(".")[:2]), key.split(".")[2:]
+    first, below = ".".join(key.split(".")[:2]), key.split(".")[2:]
     annotation = known_keys().get(first)
     if annotation is not None and is_options(annotation):
-        return {0: annotation, 1: object}.get(len(rest))
+        return {0: annotation, 1: object}.get(len(below))
     if annotation is not None and is_named_sources(annotation):
-        return annotation if not rest else fields_of(SourceConfig).get(rest[1]) if len(rest) == 2 else None
-    return annotation if not rest else None
+        return annotation if not below else fields_of(SourceConfig).get(below[1]) if len(below) == 2 else None
+    return annotation if not below else None
 
 
 def unknown_key(key: str, where: str) -> MegabatchError:
@@ -100,14 +100,16 @@ def unknown_key(key: str, where: str) -> MegabatchError:
         return MegabatchError(f"unknown key {key} {where}; {FOREIGN_KEYS[name]}")
     is_source = key.count(".") == 3 and is_named_sources(known_keys().get(table.rpartition(".")[0]))
     section = SourceConfig if is_source else sections().get(table)
-    own = [] if section is None else list(section.model_fields)
-    others = {each.rpartition(".")[2]: each for each in known_keys()}
-    if (found := nearest(name, own)) is not None:
-        change = f"the nearest key is {table}.{found}"
-    elif (found := nearest(name, others)) is not None:
-        change = f"the nearest key is {others[found]}"
+    section_keys = [] if section is None else list(section.model_fields)
+    keys_by_name = {key_of_all.rpartition(".")[2]: key_of_all for key_of_all in known_keys()}
+    if (near := nearest(name, section_keys)) is not None:
+        change = f"the nearest key is {table}.{near}"
+    elif (near := nearest(name, keys_by_name)) is not None:
+        change = f"the nearest key is {keys_by_name[near]}"
     else:
-        change = f"[{table}] has {', '.join(own)}" if own else f"the sections are {', '.join(sections())}"
+        change = (
+            f"[{table}] has {', '.join(section_keys)}" if section_keys else f"the sections are {', '.join(sections())}"
+        )
     return MegabatchError(f"unknown key {key} {where}; {change}")
 
 
@@ -116,14 +118,14 @@ def unknown_section(section: str, table: dict[str, Any], where: str) -> Megabatc
     for key in table:
         if key in FOREIGN_KEYS:
             return unknown_key(f"{section}.{key}", where)
-    found = nearest(section, sections())
-    change = f"the sections are {', '.join(sections())}" if found is None else f"the nearest section is [{found}]"
+    near = nearest(section, sections())
+    change = f"the sections are {', '.join(sections())}" if near is None else f"the nearest section is [{near}]"
     return MegabatchError(f"unknown section [{section}] {where}; {change}")
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
     """Return the name that is spelled most alike, else one that begins with the same four letters; None: neither."""
-    lower = {each.lower(): each for each in known}
+    lower = {spelled.lower(): spelled for spelled in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
-    begun = [each for each in lower if each[:4] == name.lower()[:4]]
+    begun = [candidate for candidate in lower if candidate[:4] == name.lower()[:4]]
     return lower[(close or begun)[0]] if close or begun else None

@@ -10,7 +10,7 @@ from megabatch.train.config import ParallelConfig
 
 # Of a mesh; the last one's ranks are neighbors, who talk most.
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-COPYING = {"ddp": "dp_replicate", "replicate": "dp_replicate", "fsdp2": "dp_shard"}  # wrapper → what it lays out
+COPYING = {"ddp": "dp_replicate", "replicate": "dp_replicate", "fsdp2": "dp_shard"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Layout:
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-ALONE = Layout()  # every rank sees samples of its own
+ALONE = Layout()
 
 
 def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
@@ -82,8 +82,13 @@ def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
     layout = Layout(parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp, parallel.pp, parallel.ep)
     if parallel.pp > 1:
         check_schedule(parallel)
-    if parallel.ep > 1:
-        check_experts(parallel.ep, layout.data_degrees("fsdp2", num_ranks)[1])
+    dp_shard = layout.data_degrees("fsdp2", num_ranks)[1]
+    if parallel.ep > 1 and dp_shard % parallel.ep:
+        there = "1 rank has" if dp_shard == 1 else f"{dp_shard} ranks have"
+        raise MegabatchError(
+            f"parallel.ep is {parallel.ep} and {there} the shards of the model (parallel.dp_shard), which it must "
+            "divide; change one of them, or the number of processes"
+        )
     if parallel.wrapper is not None:
         check_wrapper(parallel.wrapper, *layout.data_degrees(parallel.wrapper, num_ranks))
     return layout
@@ -97,7 +102,7 @@ def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
     if num_ranks == product or (num_ranks % product == 0 and not is_whole):
         return
     shown = [axis for axis, degree in said.items() if degree > 1] or ["dp_replicate", "dp_shard"]
-    names, numbers = (" x ".join(each) for each in (shown, [str(said[axis]) for axis in shown]))
+    names, numbers = (" x ".join(terms) for terms in (shown, [str(said[axis]) for axis in shown]))
     there = f"there {'is 1 process' if num_ranks == 1 else f'are {num_ranks} processes'}"
     expected = f"{product}" if is_whole else f"a multiple of {product}"
     raise MegabatchError(
@@ -108,7 +113,7 @@ def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
 
 def check_schedule(parallel: ParallelConfig) -> None:
     """Raise for a pipeline's schedule that cannot have so many stages, or DDP."""
-    from megabatch.pipeline import SCHEDULES  # takes a second
+    from megabatch.pipeline import SCHEDULES
 
     schedule = SCHEDULES[parallel.schedule]
     if parallel.stages_per_rank is not None and schedule.per_rank not in (None, parallel.stages_per_rank):
@@ -120,16 +125,6 @@ def check_schedule(parallel: ParallelConfig) -> None:
         raise MegabatchError(
             f'parallel.wrapper is "ddp" and parallel.schedule "{parallel.schedule}", which computes gradients without '
             'the hooks by which DDP reduces; set the wrapper to "replicate", or the schedule to "1F1B"'
-        )
-
-
-def check_experts(ep: int, dp_shard: int) -> None:
-    """Raise where experts cannot be dealt out over the ranks that shard the model."""
-    if dp_shard % ep:
-        there = "1 rank has" if dp_shard == 1 else f"{dp_shard} ranks have"
-        raise MegabatchError(
-            f"parallel.ep is {ep} and {there} the shards of the model (parallel.dp_shard), which it must divide; "
-            "change one of them, or the number of processes"
         )
 
 

@@ -34,14 +34,14 @@ from megabatch.train.config.secrets import check_unmasked
 
 Layer = dict[str, Any]
 
-EXPECTED = {  # where pydantic's own words do not say what to write
+EXPECTED = {
     "optim.betas": "it must be two numbers of at least 0 and below 1, 0.9,0.95 say",
     "run.folder": "it must name a folder",
     "data.path": "it must be a path, or a list of paths",
 }
 BOUNDS = ("micro_batch_size", "max_microbatch_tokens")
 MODELS = ("name", "config", "function")
-ALTERNATIVES = {  # of which an override of one replaces the others
+ALTERNATIVES = {
     "update": [{key} for key in BOUNDS],
     "model": [{"name"}, {"config"}, {"function", "options"}],
     "data": [{"path", "source"}, {"mixture"}, {"function", "options"}],
@@ -60,7 +60,7 @@ def read_recipe(path: Path) -> Layer:
         raise MegabatchError(f"cannot read {path} ({error}); give the path of a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise MegabatchError(f"{path} is not TOML: {error}; mend that line") from None
-    except (ValueError, RecursionError):  # Python's own limits
+    except (ValueError, RecursionError):
         raise MegabatchError(
             f"{path} has a number of thousands of digits, or is nested too deeply; write values that a key can have"
         ) from None
@@ -110,10 +110,10 @@ def read_overrides(arguments: list[str]) -> Layer:
     for argument in split_options(arguments, ())[1]:
         if not argument.startswith("--") or argument.startswith("--="):
             raise MegabatchError(f"cannot read the argument {argument!r}; write --section.key=value")
-        name, given, text = argument[2:].partition("=")
-        if not given and type_of(name.replace("-", "_")) not in (None, bool):
+        name, equals, text = argument[2:].partition("=")
+        if not equals and type_of(name.replace("-", "_")) not in (None, bool):
             raise MegabatchError(f"{argument} has no value; write {argument}=VALUE")
-        set_override(layer, name if is_named(name) else name.replace("-", "_"), text if given else "true")
+        set_override(layer, name if is_named(name) else name.replace("-", "_"), text if equals else "true")
     return layer
 
 
@@ -121,22 +121,22 @@ def split_options(
     arguments: Sequence[str], options: Collection[str], flags: Collection[str] = ()
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Return a command's own options with their values, flags with none, and overrides of keys as `--key=value`."""
-    values, overrides, rest = list[tuple[str, str]](), list[str](), list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        name, given, text = argument.removeprefix("--").partition("=")
+    values, overrides, remaining = list[tuple[str, str]](), list[str](), list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, text = argument.removeprefix("--").partition("=")
         name = name.replace("_", "-") if name.replace("_", "-") in options else name
-        follows = not given and bool(rest) and not rest[0].startswith("--")
+        follows = not equals and bool(remaining) and not remaining[0].startswith("--")
         if argument.startswith("--") and name in flags:
-            if given:
+            if equals:
                 raise MegabatchError(f"{argument}: --{name} takes no value; write --{name}")
             values.append((name, ""))
         elif argument.startswith("--") and name in options:
-            if not given and not follows:
+            if not equals and not follows:
                 raise MegabatchError(f"--{name} has no value; write --{name} VALUE")
-            values.append((name, text if given else rest.pop(0)))
+            values.append((name, text if equals else remaining.pop(0)))
         else:
-            overrides.append(f"{argument}={rest.pop(0)}" if argument.startswith("--") and follows else argument)
+            overrides.append(f"{argument}={remaining.pop(0)}" if argument.startswith("--") and follows else argument)
     return values, overrides
 
 
@@ -182,7 +182,8 @@ def read_number(text: str) -> object:
     with suppress(ValueError):
         return int(text)
     with suppress(ValueError):
-        if math.isfinite(number := float(text)):  # else it is too large
+        # Otherwise it is too large.
+        if math.isfinite(number := float(text)):
             return number
     return value
 
@@ -191,7 +192,8 @@ def read_toml_value(text: str) -> object:
     """Return the text as TOML reads it, or as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):  # no TOML, or beyond Python's own limits
+    except (ValueError, RecursionError):
+        # The text is no TOML, or beyond Python's own limits.
         return text
 
 
@@ -199,39 +201,28 @@ def load_config(path: Path, arguments: list[str], *, may_be_masked: bool = False
     """Return the recipe with its overrides, checked: the file, the command line on top, then one validation."""
     file, overrides = read_recipe(path), read_overrides(arguments)
     for layer, where in ((file, f"in {path}"), (overrides, "on the command line")):
-        check_one_bound(layer, where)
+        if all(layer.get("update", {}).get(key) is not None for key in BOUNDS):
+            raise MegabatchError(
+                f"both update.micro_batch_size and update.max_microbatch_tokens are set {where}; remove one of them"
+            )
     merged = merge(file, overrides)
     if not may_be_masked:
         check_unmasked(merged, str(path))
-    config = with_auto(check(merged, path, overrides))
+    config = check(merged, path, overrides)
+    if all(getattr(config.update, key) is None for key in BOUNDS):
+        update = config.update.model_copy(update={"max_microbatch_tokens": "auto"})
+        config = config.model_copy(update={"update": update})
     if config.update.memory is not None:
         read_bytes("update.memory", config.update.memory)
     check_batch_size(config)
     check_config(config)
-    given = [key for key in MODELS if getattr(config.model, key) is not None]
-    if len(given) != 1:
+    stated = [key for key in MODELS if getattr(config.model, key) is not None]
+    if len(stated) != 1:
         raise MegabatchError(
-            f"{' and '.join(f'model.{key}' for key in given) or 'no model'} set in {path}; give one of model.name "
+            f"{' and '.join(f'model.{key}' for key in stated) or 'no model'} set in {path}; give one of model.name "
             "(weights), model.config (fresh ones) and model.function (your own)"
         )
     return config
-
-
-def with_auto(config: Config) -> Config:
-    """Ask for a measured bound in a recipe that has none."""
-    if any(getattr(config.update, key) is not None for key in BOUNDS):
-        return config
-    update = config.update.model_copy(update={"max_microbatch_tokens": "auto"})
-    return config.model_copy(update={"update": update})
-
-
-def check_one_bound(layer: Layer, where: str) -> None:
-    """Raise where one layer has both bounds of a microbatch; over two layers the later one holds."""
-    given = [key for key in BOUNDS if layer.get("update", {}).get(key) is not None]
-    if len(given) == 2:
-        raise MegabatchError(
-            f"both update.micro_batch_size and update.max_microbatch_tokens are set {where}; remove one of them"
-        )
 
 
 def merge(file: Layer, overrides: Layer) -> Layer:
@@ -271,16 +262,18 @@ def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError
     """Return one line for one of pydantic's errors: the value, the expected one, the change."""
     parts = [str(part) for part in error["loc"]]
     nested = is_named_sources(known_keys().get(".".join(parts[:2])))
-    section, *rest = parts[: 4 if nested else 2]
-    key = ".".join([section, *rest])
+    section, *subkeys = parts[: 4 if nested else 2]
+    key = ".".join([section, *subkeys])
     if error["type"] == "missing" and len(error["loc"]) == 2:
         return MegabatchError(f"{key} is missing; set it in {path}, below [{section}]")
     if error["type"] == "string_pattern_mismatch":
         expected = 'it must be "module:function" or "file.py:function"'
     else:
-        expected = EXPECTED.get(f"{'data' if nested else section}.{rest[-1]}") or expected_text(error)
-    place = "on the command line" if rest[0] in overrides.get(section, {}) else f"in {path}"
-    return MegabatchError(f"{key} is {shortened(repr(error['input']))}; {expected}: change it {place}")
+        expected = EXPECTED.get(f"{'data' if nested else section}.{subkeys[-1]}") or expected_text(error)
+    place = "on the command line" if subkeys[0] in overrides.get(section, {}) else f"in {path}"
+    value = repr(error["input"])
+    value = value if len(value) <= 200 else f"{value[:200]}..."
+    return MegabatchError(f"{key} is {value}; {expected}: change it {place}")
 
 
 def expected_text(error: ErrorDetails) -> str:
@@ -295,8 +288,3 @@ def expected_text(error: ErrorDetails) -> str:
         .replace("greater than or equal to", "at least")
         .replace("less than or equal to", "at most")
     )
-
-
-def shortened(text: str) -> str:
-    """Return the text, or its first 200 characters."""
-    return text if len(text) <= 200 else f"{text[:200]}..."

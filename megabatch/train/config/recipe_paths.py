@@ -39,8 +39,8 @@ def near(path: Path) -> str:
         return ""
     if not path.parent.is_dir():
         return f", and no folder {path.parent}"
-    found = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
-    return f" ({path.parent / found[0]} comes nearest)" if found else ""
+    nearest = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.iterdir()], n=1)
+    return f" ({path.parent / nearest[0]} comes nearest)" if nearest else ""
 
 
 def check_model_folder(name: str) -> None:

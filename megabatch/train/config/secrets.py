@@ -10,20 +10,20 @@ from typing import Any, cast
 from megabatch.errors import MegabatchError
 
 MASK = "(masked)"
-WORDS = {  # the last word of a secret's key, or its end: authtoken
+WORDS = {
     "token", "apikey", "secret", "password", "passwd", "passphrase", "passcode", "credential", "bearer", "cookie",
 }  # fmt: skip
-SHORT_WORDS = {"key", "pwd", "pw", "auth", "authorization", "dsn", "jwt", "otp"}  # no ends of other words
-COUNTED = {"token", "key"}  # one number under the plural is a number of them, several are ids
-OWNERS = {  # the word before COUNTED whose numbers are secret in the plural too
+SHORT_WORDS = {"key", "pwd", "pw", "auth", "authorization", "dsn", "jwt", "otp"}
+COUNTED = {"token", "key"}
+OWNERS = {
     "api", "access", "auth", "hf", "hub", "secret", "private", "session", "refresh", "bearer", "service", "user",
 }  # fmt: skip
-SPECIAL = {"pad", "bos", "eos", "unk", "sep", "cls", "mask", "image", "audio", "video"}  # token: a number is its id
-FLAGS = {"use", "has", "is", "add"}  # first words of keys with true or false
-COUNTS = {"num", "max", "min", "n"}  # first words of keys with a number of tokens or keys
-HOLDERS = {"value", "string"}  # last words behind that of a secret: secret_value
-NO_SECRETS = ("auto", "none")  # texts that stand for the lack of a value
-ADDRESS = re.compile(  # user:password@ of an address, token@, ?token=, and texts of a known form
+SPECIAL = {"pad", "bos", "eos", "unk", "sep", "cls", "mask", "image", "audio", "video"}
+FLAGS = {"use", "has", "is", "add"}
+COUNTS = {"num", "max", "min", "n"}
+HOLDERS = {"value", "string"}
+NO_SECRETS = ("auto", "none")
+ADDRESS = re.compile(
     r"(://[^/@\s:]*:)[^/\s]+(?=@)|(://)[^/@\s:]{16,}(?=@)"
     r"|([?&;][\w.-]*(?:token|key|secret|password|pwd|credential|signature|sig)=)[^&#;\s]+"
     r"|(\bbearer\s+)[\w.~+/=-]{8,}"
@@ -74,16 +74,16 @@ def mask(value: Any, key: str = "") -> Any:
         return value if is_shown or is_special else MASK
     if not isinstance(value, str):
         return value
-    return ADDRESS.sub(lambda found: f"{found[1] or found[2] or found[3] or found[4] or ''}{MASK}", value)
+    return ADDRESS.sub(lambda match: f"{match[1] or match[2] or match[3] or match[4] or ''}{MASK}", value)
 
 
 def mask_command(arguments: Sequence[str]) -> list[str]:
     """Return a command line with its secrets masked, written --key=value or --key value."""
     masked, before = list[str](), ""
     for argument in arguments:
-        found = OVERRIDE.fullmatch(argument)
-        masked.append(f"--{found[1]}={mask_text(found[2], found[1])}" if found else mask_text(argument, before))
-        before = argument[2:] if argument.startswith("--") and found is None else ""
+        match = OVERRIDE.fullmatch(argument)
+        masked.append(f"--{match[1]}={mask_text(match[2], match[1])}" if match else mask_text(argument, before))
+        before = argument[2:] if argument.startswith("--") and match is None else ""
     return masked
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1, lt=2**63)]  # torch's and numpy's whole numbers end there
+# torch's and numpy's whole numbers end there.
+Count = Annotated[int, Field(ge=1, lt=2**63)]
 Step = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -250,8 +251,8 @@ class OptimConfig(Section):
     evaluated and exported. None: no average."""
 
 
-HELD_OUT = "held-out"  # the name of the set that is taken off the training data
-OWN = "own"  # the set of what eval.function finds
+HELD_OUT = "held-out"
+OWN = "own"
 
 
 class EvalConfig(Section):

@@ -41,8 +41,10 @@ from megabatch.train.runtime.files import (
 )
 from megabatch.train.runtime.ranks import Ranks
 
-FORMAT = 3  # raise it where the same rows give other samples
-SECONDS_OF_WRITING = 7 * 24 * 3600.0  # after which an unfinished entry is one that a killed run has left
+# Raise it where the same rows give other samples.
+FORMAT = 3
+# An unfinished entry that is older was left by a killed run.
+SECONDS_OF_WRITING = 7 * 24 * 3600.0
 TABLE, SUMMARY = "samples.arrow", "summary.json"
 FEATURES = Features(
     {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "length": Value("int64"),
@@ -86,7 +88,7 @@ def find_damage(folder: Path) -> str | None:
         if sha256_of_file(folder / TABLE) != sealed["table_sha256"]:
             return f"{TABLE} is not what was written: its SHA-256 is another"
         TokenizedSamples(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # pyarrow's errors are some of these
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return in_one_line(error)
     return None
 
@@ -158,18 +160,19 @@ def cache_folder(config: DataConfig) -> Path:
 
 def state_of(source: SourceConfig, key: str) -> list[Any]:
     """Return what changes when the rows do: of files their names, sizes and times."""
-    found = find_files(source, key)
-    if found.kind == "stdlib":
-        return [found.kind, *found.paths, platform.python_version(), stdlib.VERSION]
-    if found.kind == "hub":
-        return [found.kind, *found.paths, hub_builder(found.paths[0], source.subset, key).hash]
+    files = find_files(source, key)
+    if files.kind == "stdlib":
+        return [files.kind, *files.paths, platform.python_version(), stdlib.VERSION]
+    if files.kind == "hub":
+        return [files.kind, *files.paths, hub_builder(files.paths[0], source.subset, key).hash]
     try:
-        files = [(file.resolve(), file.stat()) for file in found.files()]
-    except OSError as error:  # removed since it was found
+        states = [(file.resolve(), file.stat()) for file in files.files()]
+    except OSError as error:
+        # The file was removed since it was found.
         raise MegabatchError(
             f"cannot read {error.filename} ({error.strerror}); set {key}.path to what is there"
         ) from None
-    return [found.kind, *([str(file), state.st_size, state.st_mtime_ns // 1_000_000] for file, state in files)]
+    return [files.kind, *([str(file), state.st_size, state.st_mtime_ns // 1_000_000] for file, state in states)]
 
 
 def put(entry: CacheEntry, console: Console) -> None:
@@ -185,11 +188,13 @@ def put(entry: CacheEntry, console: Console) -> None:
             try:
                 write_samples(unfinished, named, skipped, advance)
             except MegabatchError:
-                entry.check_unchanged()  # whatever else a change made of the rows
+                # A change of the files explains whatever else it made of the rows.
+                entry.check_unchanged()
                 raise
             entry.check_unchanged()
     except OSError as error:
-        if find_damage(folder) is None:  # another run was first
+        # Another run was first.
+        if find_damage(folder) is None:
             return
         raise MegabatchError(
             f"cannot write tokenized data to {folder.parent} ({error.strerror or error}); set data.cache to a folder "
@@ -199,11 +204,13 @@ def put(entry: CacheEntry, console: Console) -> None:
 
 def remove_left_over(folder: Path, console: Console) -> None:
     """Remove an entry that is damaged, and what runs that were killed have left of it."""
-    if folder.exists() and (damage := find_damage(folder)):  # asked anew: another run may have made it meanwhile
+    # Asked anew, since another run may have made it meanwhile.
+    if folder.exists() and (damage := find_damage(folder)):
         console.warn(f"the tokenized data in {folder} is damaged ({damage}); it is made anew")
         remove_path(folder)
     for unfinished in folder.parent.glob(f".{folder.name}.*{UNFINISHED}"):
-        with contextlib.suppress(FileNotFoundError):  # another run is as far, or has made it whole
+        # Another run is as far, or has finished it.
+        with contextlib.suppress(FileNotFoundError):
             if time.time() - unfinished.stat().st_mtime > SECONDS_OF_WRITING:
                 remove_path(unfinished)
 
@@ -215,8 +222,10 @@ def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped, advanc
         for name, sample in named:
             ids, labels = (sample[key].numpy().astype(np.int32) for key in ("input_ids", "labels"))  # [T], [T]
             content.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
-            num_targets = int((labels[1:] != IGNORED_LABEL).sum())  # nothing predicts the first token
-            name = os.fsencode(name).decode("utf-8", "backslashreplace")  # a file's may hold bytes that are no UTF-8
+            # Nothing predicts the first token.
+            num_targets = int((labels[1:] != IGNORED_LABEL).sum())
+            # A file's name may hold bytes that are no UTF-8.
+            name = os.fsencode(name).decode("utf-8", "backslashreplace")
             row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_targets": num_targets, "name": name}
             writer.write(row)
             advance(1)

@@ -18,7 +18,7 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import blamed, load_function
 from megabatch.train.runtime.ranks import Ranks
 
-TRAIN = "train"  # the name of what is trained on, where a function returns several sets
+TRAIN = "train"
 
 
 class OwnSamples(View):
@@ -28,7 +28,7 @@ class OwnSamples(View):
         self, samples: Any, lengths: np.ndarray, key: str, *, is_told: bool, vocabulary: int | None = None
     ) -> None:
         self._samples, self._key, self._vocabulary = samples, key, vocabulary
-        self.lengths, self.is_told = lengths, is_told  # told: by their attribute, of whatever is counted
+        self.lengths, self.is_told = lengths, is_told
         self.fingerprint = hashlib.sha256(lengths.tobytes()).hexdigest()
 
     def at(self, index: int) -> Any:
@@ -49,7 +49,8 @@ class Repeatable(View):
         self.lengths, self.fingerprint = samples.lengths, samples.fingerprint
 
     def at(self, index: int) -> Any:
-        with drawing(self._seed, 0, index):  # 0: before the first update
+        # 0 stands for the time before the first update.
+        with drawing(self._seed, 0, index):
             return self._samples.at(index)
 
     def name(self, index: int) -> str:
@@ -77,19 +78,22 @@ def own_samples(config: Config, ranks: Ranks, console: Console, vocabulary: int 
     name = str(config.data.function)
     function = load_function(name, "data.function")
     with blamed(f"data.function {name!r}", "mend it, or data.options"):
-        made = function(**config.data.options)
-    sets: Mapping[str, Any] = made if isinstance(made, Mapping) else {TRAIN: made}
+        samples = function(**config.data.options)
+    sets: Mapping[str, Any] = samples if isinstance(samples, Mapping) else {TRAIN: samples}
     if TRAIN not in sets:
         raise MegabatchError(
             f'data.function {name} returned a mapping of {sorted(map(str, sets))}; name what is trained on "{TRAIN}"'
         )
-    found = {str(each): measured(samples, str(each), config, console, vocabulary) for each, samples in sets.items()}
-    told = ranks.gather({key: samples.fingerprint for key, samples in found.items()})
-    if any(each != told[0] for each in told):
+    measured_sets = {
+        str(set_name): measured(samples, str(set_name), config, console, vocabulary)
+        for set_name, samples in sets.items()
+    }
+    fingerprints = ranks.gather({key: samples.fingerprint for key, samples in measured_sets.items()})
+    if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
         raise MegabatchError(
             f"data.function {name} does not return the same samples on every process; draw with a seed of its own"
         )
-    return found
+    return measured_sets
 
 
 def measured(samples: Any, name: str, config: Config, console: Console, vocabulary: int | None) -> OwnSamples:
@@ -101,9 +105,15 @@ def measured(samples: Any, name: str, config: Config, console: Console, vocabula
         )
     if not len(samples):
         raise MegabatchError(f"{key} is empty; return at least one sample")
-    first, given = read(samples, 0, key), getattr(samples, "lengths", None)
-    if given is not None:
-        lengths = given_lengths(given, len(samples), key)
+    first, stated_lengths = read(samples, 0, key), getattr(samples, "lengths", None)
+    if stated_lengths is not None:
+        with blamed(f"the attribute lengths of {key}"):
+            lengths = np.asarray(stated_lengths)
+        if lengths.shape != (len(samples),) or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+            raise MegabatchError(
+                f"the attribute lengths of {key} is no list of {len(samples)} whole numbers; give one for each sample"
+            )
+        lengths = lengths.astype(np.int64)
         return OwnSamples(samples, lengths, key, is_told=True, vocabulary=vocabulary)
     counts = config.data.look_ahead is not None or sizes_of(config.update).unit == "tokens"
     if config.update.max_microbatch_tokens is None and not (counts and "input_ids" in first):
@@ -111,17 +121,6 @@ def measured(samples: Any, name: str, config: Config, console: Console, vocabula
     else:
         lengths = measured_lengths(samples, key, console)
     return OwnSamples(samples, lengths, key, is_told=False, vocabulary=vocabulary)
-
-
-def given_lengths(given: Any, num_samples: int, key: str) -> np.ndarray:
-    """Return the attribute ``lengths`` as whole numbers. Raises where it is anything else."""
-    with blamed(f"the attribute lengths of {key}"):
-        lengths = np.asarray(given)
-    if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or (lengths < 0).any():
-        raise MegabatchError(
-            f"the attribute lengths of {key} is no list of {num_samples} whole numbers; give one for each sample"
-        )
-    return lengths.astype(np.int64)
 
 
 def measured_lengths(samples: Any, key: str, console: Console) -> np.ndarray:
@@ -152,11 +151,12 @@ def check_tokens(sample: Mapping[str, Any], vocabulary: int, name: str) -> None:
     for key in ("input_ids", "labels"):
         ids = sample.get(key)
         if isinstance(ids, torch.Tensor) and ids.numel() and not ids.is_floating_point():
-            most, least = int(ids.max()), 0 if key == "labels" else int(ids.min())  # a label may say that it is none
-            if most >= vocabulary or least < 0:
+            # A label may be negative: it is not learned.
+            largest, smallest = int(ids.max()), 0 if key == "labels" else int(ids.min())
+            if largest >= vocabulary or smallest < 0:
                 raise MegabatchError(
-                    f"{name} has the token {most if most >= vocabulary else least} in {key!r}, and the model has a "
-                    f"vocabulary of {vocabulary}; mend the sample, or set model.config.vocab_size"
+                    f"{name} has the token {largest if largest >= vocabulary else smallest} in {key!r}, and the model "
+                    f"has a vocabulary of {vocabulary}; mend the sample, or set model.config.vocab_size"
                 )
 
 
@@ -172,7 +172,7 @@ def read(samples: Any, index: int, key: str) -> Any:
     return sample
 
 
-Form = dict[str, tuple[int, ...] | None]  # of a sample: the shape of each tensor, None for other values
+Form = dict[str, tuple[int, ...] | None]
 
 
 def check_form(sample: Mapping[str, Any], first: Form | None) -> Form:

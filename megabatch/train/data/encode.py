@@ -26,22 +26,23 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import DataConfig, SourceConfig
 from megabatch.train.data.sources import BrokenRowError, LongRowError, Row, Rows, rows_of, standard_message
 
-Sample = dict[str, Tensor]  # {"input_ids": [T], "labels": [T]}, int64, IGNORED_LABEL where nothing is learned
-Named = tuple[str, Sample]  # with the name of its row
+Sample = dict[str, Tensor]
+Named = tuple[str, Sample]
 Ids = np.ndarray  # [T] int64
-Encoded = tuple[Ids, Ids]  # token ids and labels, [T] and [T]
+Encoded = tuple[Ids, Ids]
 Message = dict[str, Any]
-Span = tuple[int, int]  # characters of a conversation's text
+Span = tuple[int, int]
 
-FIELDS = {  # of each kind of rows, by the recipe's keys for them; the first kind whose fields a row has is taken
+FIELDS = {
     "messages": ["messages_field"],
     "prompt": ["prompt_field", "response_field"],
     "text": ["text_field"],
 }
 NOTHING = np.zeros(0, dtype=np.int64)
-ROWS_AT_ONCE = 256  # that are tokenized together
+ROWS_AT_ONCE = 256
 TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-DAY = datetime(2025, 1, 1, tzinfo=UTC)  # what a template takes for today, so that data are the same on every day
+# A template takes this day for today, so that data are the same on every day.
+DAY = datetime(2025, 1, 1, tzinfo=UTC)
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
@@ -123,37 +124,41 @@ def encode_chunk(
     encoded = iter(kind.encode(good) if kind is not None and good else [])
     for row, content in zip(chunk, read, strict=True):
         name = row.name if isinstance(row, Row) else ""
-        found = content if isinstance(content, BrokenRowError) else next(encoded)
+        encoded_row = content if isinstance(content, BrokenRowError) else next(encoded)
         if (
-            not isinstance(found, BrokenRowError) and (found[1][1:] == IGNORED_LABEL).all()
-        ):  # nothing predicts the first
-            found = BrokenRowError(f"{name} has no token to learn")
-        yield name, found
+            not isinstance(encoded_row, BrokenRowError) and (encoded_row[1][1:] == IGNORED_LABEL).all()
+            # Nothing predicts the first token.
+        ):
+            encoded_row = BrokenRowError(f"{name} has no token to learn")
+        yield name, encoded_row
 
 
 def kind_of_rows(source: SourceConfig, key: str, tokens: "Tokens", first: Row) -> "RowKind":
     """Return the kind that the recipe names, else the one whose fields the first good row has."""
     named = {kind: [name for name in names if getattr(source, name) is not None] for kind, names in FIELDS.items()}
-    asked = [kind for kind, names in named.items() if names]
-    seen = [kind for kind, names in FIELDS.items() if {default_of(name) for name in names} <= first.fields.keys()]
-    if len(asked) > 1:
-        shown = " and ".join(f"{key}.{named[kind][0]}" for kind in asked)
+    named_kinds = [kind for kind, names in named.items() if names]
+    default_kinds = [
+        kind for kind, names in FIELDS.items() if {default_of(name) for name in names} <= first.fields.keys()
+    ]
+    if len(named_kinds) > 1:
+        shown = " and ".join(f"{key}.{named[kind][0]}" for kind in named_kinds)
         raise MegabatchError(f"{shown} are set, and a row is one of text, prompt and response, and chat; keep one")
-    if not asked and not seen:
+    if not named_kinds and not default_kinds:
         raise MegabatchError(
             f"{first.name} has the fields {fields_text(first)}; say which to learn: set {key}.prompt_field and "
             f"{key}.response_field, or {key}.messages_field, or {key}.text_field"
         )
-    kind = (asked or seen)[0]
+    kind = (named_kinds or default_kinds)[0]
     fields = {name: getattr(source, name) or default_of(name) for name in FIELDS[kind]}
-    found = ChatRows(fields, key, tokens) if kind == "messages" else TextRows(fields, tokens)
-    for name, named_fields in found.fields.items():
+    kind_rows = ChatRows(fields, key, tokens) if kind == "messages" else TextRows(fields, tokens)
+    for name, named_fields in kind_rows.fields.items():
         field = named_fields if isinstance(named_fields, str) else named_fields[0]
-        if field not in first.fields:  # the recipe's mistake, not the row's
+        # The recipe is wrong, not the row.
+        if field not in first.fields:
             raise MegabatchError(
                 f"{first.name} has no field {field!r}, only {fields_text(first)}; set {key}.{name} to the field to read"
             )
-    return found
+    return kind_rows
 
 
 def default_of(name: str) -> str:
@@ -179,7 +184,7 @@ class TextRows:
     """A prompt, which is not learned, if there is one; a text, which is learned, and its end."""
 
     def __init__(self, fields: Mapping[str, str | list[str]], tokens: "Tokens") -> None:
-        self.fields = fields  # the last is learned
+        self.fields = fields
         self._tokens, self._front, self._end = tokens, tokens.front, tokens.end
 
     def read(self, row: Row) -> tuple[str, str]:
@@ -192,14 +197,14 @@ class TextRows:
     def encode(self, contents: Sequence[tuple[str, str]]) -> list[Encoded | BrokenRowError]:
         texts = self._tokens.ids_of([text for _, text in contents])
         prompts = (
-            [NOTHING] * len(texts) if len(self.fields) == 1 else self._tokens.ids_of([each for each, _ in contents])
+            [NOTHING] * len(texts) if len(self.fields) == 1 else self._tokens.ids_of([prompt for prompt, _ in contents])
         )
-        found: list[Encoded | BrokenRowError] = []
+        results: list[Encoded | BrokenRowError] = []
         for prompt, text in zip(prompts, texts, strict=True):
-            given, learned = np.concatenate([self._front, prompt]), np.concatenate([text, self._end])
-            labels = np.concatenate([np.full(len(given), IGNORED_LABEL), learned])  # [T]
-            found.append((np.concatenate([given, learned]), labels))
-        return found
+            context, learned = np.concatenate([self._front, prompt]), np.concatenate([text, self._end])
+            labels = np.concatenate([np.full(len(context), IGNORED_LABEL), learned])  # [T]
+            results.append((np.concatenate([context, learned]), labels))
+        return results
 
 
 class ChatRows:
@@ -220,7 +225,7 @@ class ChatRows:
                 f"{key} has chats and the tokenizer has no chat template; set model.tokenizer to one that has, or "
                 f"{key}.prompt_field and {key}.response_field to fields of plain text"
             ) from None
-        self._template = TODAY.sub(lambda found: repr(DAY.strftime(found[2])), template)
+        self._template = TODAY.sub(lambda match: repr(DAY.strftime(match[2])), template)
         self._spans = self._marked if MARKS.search(template) else self._prefixed
 
     def read(self, row: Row) -> tuple[str, list[Message]]:
@@ -242,7 +247,7 @@ class ChatRows:
             return error
         except MegabatchError:
             raise
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:
             return BrokenRowError(f"{name} is refused by the chat template ({' '.join(str(error).split())[:200]})")
         if not is_text(text):
             return BrokenRowError(f"{name} has half of a surrogate pair in its messages, which is no text")
@@ -261,18 +266,18 @@ class ChatRows:
         """Return the text and what each message of the assistant adds to the text before it."""
         if messages[0]["role"] == "assistant":
             raise BrokenRowError(f"{name} begins with the assistant, which has nothing to answer")
-        whole, spans = self._render(messages), list[Span]()
+        conversation, spans = self._render(messages), list[Span]()
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
                 before, after = self._render(messages[:turn], prompt=True), self._render(messages[: turn + 1])
-                if not whole.startswith(after) or not after.startswith(before):
+                if not conversation.startswith(after) or not after.startswith(before):
                     raise MegabatchError(
                         f"the chat template writes {name} otherwise up to its message {turn + 1} than as a whole, so "
                         "what the assistant said cannot be found; put {% generation %} and {% endgeneration %} around "
                         "it in the template of model.tokenizer"
                     )
                 spans.append((len(before), len(after)))
-        return whole, spans
+        return conversation, spans
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
         render = self._tokenizer.apply_chat_template
@@ -284,27 +289,27 @@ def message_of(message: Any, name: str) -> Message:
     if isinstance(message, dict):
         message = dict(standard_message(cast(Message, message)))
     if not isinstance(message, dict) or not isinstance(cast(Message, message).get("role"), str):
-        seen = sorted(cast(Message, message)) if isinstance(message, dict) else type(message).__name__
-        raise BrokenRowError(f"{name} is {seen}, not an object with the fields role and content")
-    kept = {field: value for field, value in cast(Message, message).items() if value is not None}
-    if not isinstance(kept.get("content"), str | list) and "tool_calls" not in kept:
+        observed = sorted(cast(Message, message)) if isinstance(message, dict) else type(message).__name__
+        raise BrokenRowError(f"{name} is {observed}, not an object with the fields role and content")
+    values = {field: value for field, value in cast(Message, message).items() if value is not None}
+    if not isinstance(values.get("content"), str | list) and "tool_calls" not in values:
         raise BrokenRowError(f"{name} has neither text in its field content nor tool_calls")
-    return kept
+    return values
 
 
 def joined_text_of(row: Row, field: str | list[str]) -> str:
     """Return the text of a field, or of several with a newline between them; only the first must be there."""
-    if isinstance(field, str):
-        return text_of(row, field)
-    first, *others = field
-    return "\n".join([text_of(row, first), *(text_of(row, name) for name in others if row.fields.get(name))])
+    first, *more_fields = [field] if isinstance(field, str) else field
+    return "\n".join([text_of(row, first), *(text_of(row, name) for name in more_fields if row.fields.get(name))])
 
 
 def text_of(row: Row, field: str) -> str:
     text = row.fields.get(field)
     if not isinstance(text, str):
-        seen = f"a value of type {type(text).__name__}" if field in row.fields else f"nothing, only {fields_text(row)},"
-        raise BrokenRowError(f"{row.name} has {seen} in the field {field!r}, where text is expected")
+        observed = (
+            f"a value of type {type(text).__name__}" if field in row.fields else f"nothing, only {fields_text(row)},"
+        )
+        raise BrokenRowError(f"{row.name} has {observed} in the field {field!r}, where text is expected")
     if not is_text(text):
         raise BrokenRowError(f"{row.name} has half of a surrogate pair in the field {field!r}, which is no text")
     return text
@@ -345,9 +350,11 @@ class Tokens:
     @property
     def front(self) -> Ids:
         """The token that the tokenizer itself puts before a text, or nothing."""
-        plain, whole = (self.tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
-        starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
-        return np.array(whole[: starts[0]] if starts else [], dtype=np.int64)
+        plain, with_specials = (self.tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
+        starts = [
+            at for at in range(len(with_specials) - len(plain) + 1) if with_specials[at : at + len(plain)] == plain
+        ]
+        return np.array(with_specials[: starts[0]] if starts else [], dtype=np.int64)
 
     def ids_of(self, texts: list[str]) -> list[Ids]:
         """Return the token ids of each text, without special ones before or after it."""
@@ -357,7 +364,8 @@ class Tokens:
 
     def ids_in(self, text: str, spans: list[Span]) -> tuple[Ids, np.ndarray]:
         """Return token ids, [T], and True for those that end in one of the spans, [T]."""
-        if not self.tokenizer.is_fast:  # it does not say where its tokens are: each piece by itself
+        # It does not say where its tokens are: each piece is tokenized by itself.
+        if not self.tokenizer.is_fast:
             cuts = [0, *(cut for span in spans for cut in span), len(text)]
             pieces = self.ids_of([text[start:end] for start, end in pairwise(cuts)])
             inside = [np.full(len(ids), index % 2 == 1) for index, ids in enumerate(pieces)]
@@ -382,10 +390,12 @@ class Tokens:
     def fingerprint(self) -> str:
         """Return a name of everything that tokens depend on."""
         tokenizer = self.tokenizer
-        front_and_end = [self.front.tolist(), tokenizer.eos_token_id]  # first: it undoes what others have set
+        # This comes first, since it undoes what others have set.
+        front_and_end = [self.front.tolist(), tokenizer.eos_token_id]
         backend = getattr(tokenizer, "backend_tokenizer", None)
         body = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
-        template = None if isinstance(tokenizer, ByT5Tokenizer) else tokenizer.chat_template  # which the recipe says
+        # The recipe says ByT5's template.
+        template = None if isinstance(tokenizer, ByT5Tokenizer) else tokenizer.chat_template
         special = json.dumps([tokenizer.special_tokens_map, template], default=str, sort_keys=True)
         return sha256_of(type(tokenizer).__qualname__, body, special, json.dumps(front_and_end))
 

@@ -80,20 +80,20 @@ class Loader:
     def __init__(self, config: Config, tokenizer: Any, ranks: Ranks, console: Console) -> None:
         self._config, self._tokenizer, self._ranks, self._console = config, tokenizer, ranks, console
         mixture = {f"data.mixture.{name}": source for name, source in config.data.mixture.items()}
-        self._sources: dict[str, SourceConfig] = mixture or {"data": config.data}  # by the key of their table
+        self._sources: dict[str, SourceConfig] = mixture or {"data": config.data}
 
     def of_text(self) -> Data:
         """Return text that is tokenized once."""
         config, keys, row_tokens = self._config, list(self._sources), self._config.data.pack_tokens
-        whole = [self._tokenized(source, key) for key, source in self._sources.items()]
-        held_out_ids = split_off([len(samples) for samples in whole], config.eval.num_samples, config.run.seed)
-        train_ids = [left(samples, ids) for samples, ids in zip(whole, held_out_ids, strict=True)]
-        documents = [Subset(samples, ids) for samples, ids in zip(whole, train_ids, strict=True)]
-        held_out = [self._alone(Subset(samples, ids)) for samples, ids in zip(whole, held_out_ids, strict=True)]
+        tokenized = [self._tokenized(source, key) for key, source in self._sources.items()]
+        held_out_ids = split_off([len(samples) for samples in tokenized], config.eval.num_samples, config.run.seed)
+        train_ids = [left(samples, ids) for samples, ids in zip(tokenized, held_out_ids, strict=True)]
+        documents = [Subset(samples, ids) for samples, ids in zip(tokenized, train_ids, strict=True)]
+        held_out = [self._alone(Subset(samples, ids)) for samples, ids in zip(tokenized, held_out_ids, strict=True)]
         if row_tokens is None:
             parts: list[Any] = documents
             num_targets = sum(
-                int(samples.num_targets[ids].sum()) for samples, ids in zip(whole, train_ids, strict=True)
+                int(samples.num_targets[ids].sum()) for samples, ids in zip(tokenized, train_ids, strict=True)
             )
             words = [samples_text(documents, num_targets)]
         else:
@@ -107,34 +107,34 @@ class Loader:
             words.append(mixture_text(keys, order))
         identity: dict[str, object] = {
             "sources": keys,
-            **{f"fingerprint of {key}": samples.fingerprint for key, samples in zip(keys, whole, strict=True)},
+            **{f"fingerprint of {key}": samples.fingerprint for key, samples in zip(keys, tokenized, strict=True)},
             **{f"{key}.weight": source.weight for key, source in self._sources.items() if source.weight is not None},
             "data.pack_tokens": row_tokens,
         }
         train = Joined(parts)
-        sets, told = self._checked(train, Joined(held_out), {})
+        sets, counts = self._checked(train, Joined(held_out), {})
         longest_tokens = max(int(samples.lengths.max()) for samples in (train, *sets.values()))
-        return Data(train, order, sets, {**identity, **told}, words, longest_tokens)
+        return Data(train, order, sets, {**identity, **counts}, words, longest_tokens)
 
     def of_function(self, vocabulary: int | None) -> Data:
         """Return what a function of the user's returns."""
         config, seed = self._config, self._config.run.seed
-        own = own_samples(config, self._ranks, self._console, vocabulary)
-        whole = own[TRAIN]
-        (ids,) = split_off([len(whole)], config.eval.num_samples, seed)
-        train, held_out = Subset(whole, left(whole, ids)), Repeatable(Subset(whole, ids), seed)
-        others = {name: Repeatable(samples, seed) for name, samples in own.items() if name != TRAIN}
-        check_new_sets([*others], config)
+        samples_by_set = own_samples(config, self._ranks, self._console, vocabulary)
+        train_samples = samples_by_set[TRAIN]
+        (ids,) = split_off([len(train_samples)], config.eval.num_samples, seed)
+        train, held_out = Subset(train_samples, left(train_samples, ids)), Repeatable(Subset(train_samples, ids), seed)
+        more_sets = {name: Repeatable(samples, seed) for name, samples in samples_by_set.items() if name != TRAIN}
+        check_new_sets([*more_sets], config)
         identity: dict[str, object] = {
             "data.function": config.data.function,
             "data.options": config.data.options,
-            "lengths of samples": whole.fingerprint,
+            "lengths of samples": train_samples.fingerprint,
         }
-        sets, told = self._checked(train, held_out, others)
+        sets, counts = self._checked(train, held_out, more_sets)
         words = [
             f"{len(train):,} samples of {config.data.function}; the longest has length {int(train.lengths.max()):,}"
         ]
-        return Data(train, None, sets, {**identity, **told}, words, is_told=whole.is_told)
+        return Data(train, None, sets, {**identity, **counts}, words, is_told=train_samples.is_told)
 
     def of_stream(self, positions: int | None) -> Data:
         """Return text that is read while training."""
@@ -144,8 +144,8 @@ class Loader:
         for name, sample in held_out:
             check_fit(name, len(sample["input_ids"]), config, positions)
         sets: dict[str, Sequence[Any]] = {HELD_OUT: [sample for _, sample in held_out]} if held_out else {}
-        others = self._sets()
-        for samples in others.values():
+        more_sets = self._sets()
+        for samples in more_sets.values():
             check_longest(samples, config, positions)
         identity: dict[str, object] = {
             "sources": list(self._sources),
@@ -157,14 +157,14 @@ class Loader:
             "tokenizer": Tokens(self._tokenizer).fingerprint(),
             "num_held_out": len(held_out),
         }
-        return Data(stream, None, {**sets, **others}, identity, stream_texts(self._sources, config))
+        return Data(stream, None, {**sets, **more_sets}, identity, stream_texts(self._sources, config))
 
     def _checked(
-        self, train: View, held_out: View, others: Mapping[str, Any]
+        self, train: View, held_out: View, more_sets: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, object]]:
         """Return the sets that have samples, and the counts that are part of the identity; every sample can be run."""
-        found: dict[str, Any] = {HELD_OUT: held_out, **others, **self._sets()}
-        sets = {name: samples for name, samples in found.items() if len(samples)}
+        sets: dict[str, Any] = {HELD_OUT: held_out, **more_sets, **self._sets()}
+        sets = {name: samples for name, samples in sets.items() if len(samples)}
         for samples in (train, *sets.values()):
             check_longest(samples, self._config)
         num_tokens = int(train.lengths.sum())
@@ -173,16 +173,15 @@ class Loader:
     def _sets(self) -> dict[str, Any]:
         """Return those of eval.sets; one that names no field has those of the data that is trained on."""
         fields = [key for key in SourceConfig.model_fields if key.endswith("_field")]
-        found: dict[str, Any] = {}
+        sets: dict[str, Any] = {}
         for name, source in self._config.eval.sets.items():
             if all(getattr(source, key) is None for key in fields):
                 source = source.model_copy(update={key: getattr(self._config.data, key) for key in fields})
-            found[name] = self._alone(self._tokenized(source, f"eval.sets.{name}"))
-        return found
+            sets[name] = self._alone(self._tokenized(source, f"eval.sets.{name}"))
+        return sets
 
     def _tokenized(self, source: SourceConfig, key: str) -> Any:
-        """Return the samples of a source."""
-        from megabatch.train.data.cache import tokenize_once  # datasets takes a second
+        from megabatch.train.data.cache import tokenize_once
 
         return tokenize_once(source, key, self._config.data, self._tokenizer, self._ranks, self._console)
 
@@ -193,7 +192,6 @@ class Loader:
 
 
 def left(samples: View, held_out_ids: np.ndarray) -> np.ndarray:
-    """Return the numbers of the samples that are not held out."""
     return np.setdiff1d(np.arange(len(samples)), held_out_ids)
 
 
@@ -209,9 +207,6 @@ def source_identity(source: SourceConfig, key: str) -> dict[str, object]:
     settings = source.model_dump(mode="json", include={*SourceConfig.model_fields} - {"path"})
     sizes = [path.stat().st_size for path in find_files(source, key).files()]
     return {**settings, "path": [Path(path).name for path in paths], "sizes_bytes": sizes}
-
-
-# What is said of it.
 
 
 def samples_text(parts: Sequence[View], num_targets: int) -> str:
@@ -232,11 +227,11 @@ def packing_text(key: str, rows: PackedSamples) -> str:
 
 
 def mixture_text(keys: Sequence[str], order: Mixture) -> str:
-    each = [
+    shares = [
         f"{count:,} of {key.rpartition('.')[2]}" + ("" if count == size else f" (of its {size:,})")
         for key, count, size in zip(keys, order.counts, order.sizes, strict=True)
     ]
-    return f"an epoch has {sum(order.counts):,} samples: {', '.join(each)}"
+    return f"an epoch has {sum(order.counts):,} samples: {', '.join(shares)}"
 
 
 def stream_texts(sources: Mapping[str, SourceConfig], config: Config) -> list[str]:
@@ -253,14 +248,14 @@ def stream_texts(sources: Mapping[str, SourceConfig], config: Config) -> list[st
 
 def check_new_sets(names: list[str], config: Config) -> None:
     """Raise `MegabatchError` where data.function returns a set whose name another has."""
-    said = f"data.function {config.data.function} returns a set named"
+    message = f"data.function {config.data.function} returns a set named"
     for name in names:
         if name == OWN and config.eval.function is not None:
-            raise MegabatchError(f'{said} "{OWN}", which is the name of what eval.function finds; rename it')
+            raise MegabatchError(f'{message} "{OWN}", which is the name of what eval.function finds; rename it')
         if name == HELD_OUT and config.eval.num_samples:
             raise MegabatchError(
-                f'{said} "{name}", and there is another of that name (held out of the training data); set '
+                f'{message} "{name}", and there is another of that name (held out of the training data); set '
                 "eval.num_samples to 0"
             )
         if name in config.eval.sets:
-            raise MegabatchError(f'{said} "{name}", and there is another of that name (in eval.sets); rename one')
+            raise MegabatchError(f'{message} "{name}", and there is another of that name (in eval.sets); rename one')

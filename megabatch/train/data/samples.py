@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch.batching import IGNORED_LABEL
 from megabatch.planning import best_fit
 
-ORDER, SPLIT = 1, 4  # what a random number is for; a stream's have 2 and 3
+ORDER, SPLIT = 1, 4
 
 
 class View(Sequence[Any], ABC):
@@ -32,8 +32,8 @@ class View(Sequence[Any], ABC):
         return len(self.lengths)
 
     def __getitem__(self, index: Any) -> Any:
-        asked = range(len(self))[index]
-        return self.at(asked) if isinstance(asked, int) else [self.at(each) for each in asked]
+        places = range(len(self))[index]
+        return self.at(places) if isinstance(places, int) else [self.at(place) for place in places]
 
     @abstractmethod
     def at(self, index: int) -> Any:
@@ -187,7 +187,8 @@ def counts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]
 
     The source that is used up first is seen once an epoch.
     """
-    exact = [Fraction(str(weight)) for weight in weights]  # as they were written: 0.1 is a tenth
+    # As they were written: 0.1 is a tenth.
+    exact = [Fraction(str(weight)) for weight in weights]
     scale = min(Fraction(size) / weight for size, weight in zip(sizes, exact, strict=True))
     return tuple(max(1, round(scale * weight)) for weight in exact)
 
@@ -201,5 +202,5 @@ def split_off(sizes: Sequence[int], num_samples: int, seed: int) -> list[np.ndar
     owners = np.searchsorted(starts[1:], drawn, side="right")
     turns = np.concatenate([np.flatnonzero(owners == source)[: size // 10] for source, size in enumerate(sizes)])
     picked = np.sort(drawn[np.sort(turns)[:num_samples]])
-    parts = np.split(picked, np.searchsorted(picked, starts[1:-1]))  # by source
+    parts = np.split(picked, np.searchsorted(picked, starts[1:-1]))
     return [ids - start for ids, start in zip(parts, starts, strict=False)]

@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -35,20 +36,22 @@ KINDS: dict[str, Kind] = {
     ".rst": "documents",
     ".py": "documents",
 }
-DOCUMENTS = {  # endings of what other programs save -> what they can save instead
+DOCUMENTS = {
     **dict.fromkeys((".xlsx", ".xls", ".ods"), ".csv"),
     **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".html"), ".txt"),
 }
-DELIMITERS = ",;\t|"  # of csv: the first one that the first line has
-SAVED_FILES = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk writes at the top of its folder
+DELIMITERS = ",;\t|"
+SAVED_FILES = ("dataset_info.json", "dataset_dict.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-ESCAPED = re.compile("[\udc80-\udcff]")  # what Python makes of a byte that is not UTF-8
+ESCAPED = re.compile("[\udc80-\udcff]")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # Excel's "Unicode text" begins with one
-MORE_THAN_ONE = "Extra data"  # what json says of a file with several values
-MAX_LINE_BYTES, PIECE_BYTES = 64 << 20, 1 << 20  # a line takes about 34 times its bytes of memory until it is tokens
-MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than many a text has
-ROLES = {  # ShareGPT's speakers
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+MORE_THAN_ONE = "Extra data"
+# A line takes about 34 times its bytes of memory until it is tokens.
+MAX_LINE_BYTES, PIECE_BYTES = 64 << 20, 1 << 20
+# Python's own limit, 128 KiB, is less than many a text has.
+MAX_CELL_BYTES = 2**31 - 1
+ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "assistant": "assistant", "model": "assistant", "bot": "assistant", "tool": "tool",
 }  # fmt: skip
@@ -65,7 +68,8 @@ class SourceFiles:
         """Return the files that hold the rows; none of the hub and of the standard library."""
         if self.kind in ("hub", "stdlib"):
             return []
-        if self.kind == "saved":  # beside its rows, datasets keeps what it has computed from them
+        # Beside its rows, datasets keeps what it has computed from them.
+        if self.kind == "saved":
             return sorted(path for path in Path(self.paths[0]).rglob("*.arrow") if not path.name.startswith("cache-"))
         return [Path(path) for path in self.paths]
 
@@ -130,60 +134,60 @@ def find_files(source: SourceConfig, key: str) -> SourceFiles:
             raise MegabatchError(
                 f'{key}.source is "stdlib", which has no path, and {key}.path is {source.path!r}; leave one of them out'
             )
-        found = [SourceFiles("stdlib", (str(stdlib_root()),))]
+        sources = [SourceFiles("stdlib", (str(stdlib_root()),))]
     else:
-        found = [files_named(name, source.source, key) for name in names if name]
-    if len(found) < max(1, len(names)):
+        sources = [files_named(name, source.source, key) for name in names if name]
+    if len(sources) < max(1, len(names)):
         raise MegabatchError(
             f"{key}.path names nothing; set it to a file, a glob, a list of them, a folder that save_to_disk has "
             f'written or a hub id, or set {key}.source to "stdlib"'
         )
-    kinds: list[Kind] = sorted({files.kind for files in found})
+    kinds: list[Kind] = sorted({files.kind for files in sources})
     kind = kinds[0]
     if len(kinds) > 1:
         raise MegabatchError(
             f"{key}.path names {' and '.join(kinds)} together; give each kind its own table, [data.mixture.<name>]"
         )
-    if kind in ("saved", "hub") and len(found) > 1:
+    if kind in ("saved", "hub") and len(sources) > 1:
         raise MegabatchError(
-            f"{key}.path names {len(found)} places, and a saved data set or a hub id stands alone; give each its own "
+            f"{key}.path names {len(sources)} places, and a saved data set or a hub id stands alone; give each its own "
             "table, [data.mixture.<name>]"
         )
     if kind not in ("saved", "hub") and (source.split != "train" or source.subset is not None):
         raise MegabatchError(f"{key}.split or {key}.subset is set, and {key}.path is {kind}, which has none; remove it")
-    return SourceFiles(kind, tuple(path for files in found for path in files.paths))
+    return SourceFiles(kind, tuple(path for files in sources for path in files.paths))
 
 
-def files_named(name: str, asked: Kind | None, key: str) -> SourceFiles:
+def files_named(name: str, stated_kind: Kind | None, key: str) -> SourceFiles:
     """Return what one name of ``path`` stands for."""
-    if asked == "hub":
+    if stated_kind == "hub":
         return SourceFiles("hub", (name,))
     path = expanded(name, f"{key}.path")
-    if asked in (None, "saved") and any((path / file).exists() for file in SAVED_FILES):
+    if stated_kind in (None, "saved") and any((path / file).exists() for file in SAVED_FILES):
         return SourceFiles("saved", (str(path),))
     if path.is_dir():
-        paths = sorted(str(each) for each in path.rglob("*") if ending_of(each.name) in KINDS and each.is_file())
-        if not paths or asked == "saved":
+        paths = sorted(str(file) for file in path.rglob("*") if ending_of(file.name) in KINDS and file.is_file())
+        if not paths or stated_kind == "saved":
             raise MegabatchError(
                 f"{key}.path is {str(path)!r}, a folder without files that end in {', '.join(KINDS)}, which "
                 "save_to_disk has not written either; name another"
             )
     else:
-        matches = sorted(found for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
+        matches = sorted(match for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
         paths = [str(path)] if path.exists() else matches
-    if not paths and asked is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
+    if not paths and stated_kind is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
         return SourceFiles("hub", (name,))
     if not paths:
         where = "" if path.is_absolute() else f": it is relative to the current folder, {Path.cwd()}"
         raise MegabatchError(
             f"{key}.path is {name!r}, and there is no such file{near(path)}; set it to what is to be read{where}"
         )
-    kinds: list[Kind] = [asked or kind_of(each, key) for each in paths]
-    for each, kind in zip(paths, kinds, strict=True):
+    kinds: list[Kind] = [stated_kind or kind_of(matched, key) for matched in paths]
+    for matched, kind in zip(paths, kinds, strict=True):
         if kind != kinds[0]:
             raise MegabatchError(
-                f"{key}.path is {str(path)!r}, which matches {paths[0]} and {each}, files of two kinds; narrow it, as "
-                f'in "{path if path.is_dir() else path.parent}/*{Path(each).suffix}"'
+                f"{key}.path is {str(path)!r}, which matches {paths[0]} and {matched}, files of two kinds; narrow it, "
+                f'as in "{path if path.is_dir() else path.parent}/*{Path(matched).suffix}"'
             )
     return SourceFiles(kinds[0], tuple(paths))
 
@@ -197,7 +201,6 @@ def expanded(name: str, key: str) -> Path:
 
 
 def kind_of(path: str, key: str) -> Kind:
-    """Return the kind of a file by its ending."""
     kind = KINDS.get(ending_of(path))
     if (advice := DOCUMENTS.get(ending_of(path))) is not None:
         raise MegabatchError(f"{key}.path names {path}, which is not read; save it as {advice}")
@@ -217,17 +220,17 @@ def ending_of(path: str) -> str:
 
 def saved_rows(folder: str, split: str, key: str) -> Iterable[Any]:
     """Return a data set of save_to_disk; of several splits the one that is asked for."""
-    from datasets import DatasetDict, load_from_disk  # imports take a second
+    from datasets import DatasetDict, load_from_disk
 
     try:
-        found = load_from_disk(folder)
-    except Exception as error:  # pyarrow, json and datasets each have their own
+        dataset = load_from_disk(folder)
+    except Exception as error:
         raise MegabatchError(f"cannot read the saved data set {folder} ({in_one_line(error)}); save it again") from None
-    if not isinstance(found, DatasetDict):
-        return found
-    if split not in found:
-        raise MegabatchError(f"{folder} has no split {split!r}, only {', '.join(map(str, found))}; set {key}.split")
-    return found[split]
+    if not isinstance(dataset, DatasetDict):
+        return dataset
+    if split not in dataset:
+        raise MegabatchError(f"{folder} has no split {split!r}, only {', '.join(map(str, dataset))}; set {key}.split")
+    return dataset[split]
 
 
 def hub_builder(name: str, subset: str | None, key: str) -> Any:
@@ -236,12 +239,13 @@ def hub_builder(name: str, subset: str | None, key: str) -> Any:
 
     try:
         builder = load_dataset_builder(name, name=subset)
-    except Exception as error:  # of datasets, of the hub's client, of whatever carries it
+    except Exception as error:
         raise MegabatchError(
             f"{key}.path is {name!r}, which is nothing here, and it cannot be had from the Hugging Face hub "
             f"({in_one_line(error)}); name a file, or see to the network, {key}.path and {key}.subset"
         ) from None
-    if builder.repo_id is None:  # "json", "text", ...: to datasets they mean the files of the working folder
+    # To datasets, "json", "text" and others mean the files of the working folder.
+    if builder.repo_id is None:
         raise MegabatchError(f"{key}.path is {name!r}, which is nothing here, and no data set of the hub; name a file")
     return builder
 
@@ -251,7 +255,7 @@ def hub_rows(name: str, source: SourceConfig, key: str) -> Iterable[Any]:
     builder = hub_builder(name, source.subset, key)
     try:
         return builder.as_streaming_dataset(split=source.split)
-    except Exception as error:  # as above
+    except Exception as error:
         raise MegabatchError(
             f"{key}.path is {name!r}, of which the split {source.split!r} cannot be read ({in_one_line(error)}); set "
             f"{key}.split"
@@ -264,7 +268,7 @@ def numbered(place: str, rows: Iterable[Any]) -> Rows:
     try:
         for number, fields in enumerate(rows, start=1):
             yield Row(f"{place}:{number}", fields)
-    except Exception as error:  # of pyarrow, or of the network
+    except Exception as error:
         raise MegabatchError(
             f"cannot read the row {number + 1} of {place} ({in_one_line(error)}); mend it, or try again"
         ) from None
@@ -296,13 +300,9 @@ def json_rows(path: str, file: Any) -> Rows:
     except json.JSONDecodeError as error:
         if error.msg != MORE_THAN_ONE:
             raise
-        return line_rows(path, io.BytesIO(content), json.loads)  # a list in each line, of which none is a row
+        # A list in each line, of which none is a row.
+        return line_rows(path, io.BytesIO(content), json.loads)
     return (row_of(f"{path}:{number}", fields) for number, fields in enumerate(objects, start=1))
-
-
-def text_rows(path: str, file: IO[bytes]) -> Rows:
-    """Yield a line a row, in the field "text"."""
-    return line_rows(path, file, lambda line: {"text": line.removesuffix("\n").removesuffix("\r")})
 
 
 def line_rows(path: str, file: IO[bytes], read: Callable[[str], Any]) -> Rows:
@@ -320,7 +320,7 @@ def line_rows(path: str, file: IO[bytes], read: Callable[[str], Any]) -> Rows:
             yield not_utf8(name, error)
         except json.JSONDecodeError as error:
             yield BrokenRowError(f"{name} is not JSON ({error.msg}, at its character {error.pos + 1})")
-        except (ValueError, RecursionError):  # Python's own limits
+        except (ValueError, RecursionError):
             yield BrokenRowError(f"{name} has a number of thousands of digits, or is nested too deeply")
 
 
@@ -361,18 +361,20 @@ def csv_rows(path: str, file: Any) -> Rows:
     csv.field_size_limit(MAX_CELL_BYTES)
     with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="\n") as text:
         line = text.readline()
-        delimiter = "\t" if ending_of(path) == ".tsv" else next((each for each in DELIMITERS if each in line), ",")
+        delimiters = "\t" if ending_of(path) == ".tsv" else DELIMITERS
+        delimiter = next((candidate for candidate in delimiters if candidate in line), delimiters[0])
         records = csv.reader(chain([line], text), delimiter=delimiter, strict=True)
         header = [field.strip() for field in next(records, [])]
         if not header or len(set(header)) < len(header):
             raise MegabatchError(f"the first line of {path} must name its fields, each once, and is {header}; add it")
         while True:
-            record, problem, name = list[str](), "", f"{path}:{records.line_num + 1}"  # the first line of the record
+            record, problem, name = list[str](), "", f"{path}:{records.line_num + 1}"
             try:
                 record = next(records)
             except StopIteration:
                 return
-            except csv.Error as error:  # the reader goes on with the next line
+            except csv.Error as error:
+                # The reader goes on with the next line.
                 problem = f"is no record of csv ({error})"
             if not record and not problem:
                 continue
@@ -385,7 +387,6 @@ def csv_rows(path: str, file: Any) -> Rows:
 
 
 def parquet_rows(path: str, file: IO[bytes]) -> Rows:
-    """Yield the rows of a table."""
     import pyarrow.parquet as pq
 
     number = 0
@@ -400,7 +401,7 @@ READERS: dict[Kind, Callable[[str, Any], Rows]] = {
     "jsonl": json_rows,
     "csv": csv_rows,
     "parquet": parquet_rows,
-    "text": text_rows,
+    "text": partial(line_rows, read=lambda line: {"text": line.removesuffix("\n").removesuffix("\r")}),
     "documents": document_rows,
 }
 
@@ -410,5 +411,5 @@ def standard_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     role = ROLES.get(str(message.get("from")))
     if role is None or "role" in message or "value" not in message:
         return message
-    others = {name: value for name, value in message.items() if name not in ("from", "value")}
-    return {"role": role, "content": message["value"], **others}
+    more = {name: value for name, value in message.items() if name not in ("from", "value")}
+    return {"role": role, "content": message["value"], **more}

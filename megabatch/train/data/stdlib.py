@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-VERSION = 1  # of what is read here: raise it where other functions, or other parts of them, come out
-MIN_BYTES = 400  # of a function, signature and docstring included
-MAX_BYTES = 13_000  # with its end it fits into a microbatch of recipes/stdlib.toml
+# Raise it where other functions, or other parts of them, come out.
+VERSION = 1
+MIN_BYTES = 400
+# With its end it fits into a microbatch of recipes/stdlib.toml.
+MAX_BYTES = 13_000
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -30,14 +32,14 @@ def stdlib_root() -> Path:
 
 def stdlib_functions(root: Path) -> Iterator[Function]:
     """Yield functions and methods below a folder, each text once, in an order that does not change."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if SKIPPED_FOLDERS.isdisjoint(name.parts):
             for function in functions_of(path.read_text(encoding="utf-8", errors="replace"), name.as_posix()):
                 text = function.prompt + function.response
-                if MIN_BYTES <= len(text.encode()) <= MAX_BYTES and text not in seen:
-                    seen.add(text)
+                if MIN_BYTES <= len(text.encode()) <= MAX_BYTES and text not in names:
+                    names.add(text)
                     yield function
 
 
@@ -45,7 +47,8 @@ def functions_of(source: str, name: str) -> Iterator[Function]:
     """Yield the functions of a module that are not inside another one, so that no text is in two samples."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # templates and other languages' fixtures lie among the modules
+    except (SyntaxError, ValueError):
+        # Templates and other languages' fixtures lie among the modules.
         return
     lines = lines_of(source)
     for node in outermost_functions(tree):
@@ -59,8 +62,8 @@ def functions_of(source: str, name: str) -> Iterator[Function]:
 
 def lines_of(text: str) -> list[str]:
     """Return the lines as ast counts them, ends kept; splitlines() also splits at form feeds and U+2028."""
-    *whole, rest = text.split("\n")
-    return [line + "\n" for line in whole] + [rest] * bool(rest)
+    *full_lines, last_line = text.split("\n")
+    return [line + "\n" for line in full_lines] + [last_line] * bool(last_line)
 
 
 def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

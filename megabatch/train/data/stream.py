@@ -21,7 +21,7 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.encode import Named, Skipped, samples_of
 from megabatch.train.data.samples import pack_samples
 
-DRAW, SHUFFLE = 2, 3  # what a random number is for; `Mixture` has others
+DRAW, SHUFFLE = 2, 3
 
 
 def check_fit(name: str, length_tokens: int, config: Config, positions: int | None = None) -> None:
@@ -29,10 +29,10 @@ def check_fit(name: str, length_tokens: int, config: Config, positions: int | No
     check_positions(f"the sample {name}", length_tokens, positions)
     cap, row_tokens = config.update.max_microbatch_tokens, config.data.pack_tokens
     if isinstance(cap, int) and length_tokens > cap and config.update.long_samples is None:
-        other = "leave such samples out with data.max_sample_tokens" if row_tokens is None else "lower data.pack_tokens"
+        change = "leave such samples out with data.max_sample_tokens"
         raise MegabatchError(
-            f"the sample {name} has {length_tokens} tokens, more than update.max_microbatch_tokens={cap}; "
-            f"raise it to {length_tokens} or {other}"
+            f"the sample {name} has {length_tokens} tokens, more than update.max_microbatch_tokens={cap}; raise it to "
+            f"{length_tokens} or {change if row_tokens is None else 'lower data.pack_tokens'}"
         )
 
 
@@ -82,7 +82,8 @@ class StreamUpdate:
         """Return a rank's part, as `UpdateSampler` shares it."""
         lengths = [len(sample["input_ids"]) for _, sample in self.samples]
         limits = dict(limits)
-        if "max_microbatch_tokens" in limits:  # a stream may come to a sample that is longer than those measured
+        # A stream may come to a sample that is longer than those measured.
+        if "max_microbatch_tokens" in limits:
             limits["max_microbatch_tokens"] = max(limits["max_microbatch_tokens"], *lengths)
         sampler = UpdateSampler(
             lengths, global_batch_size=len(lengths), dp_rank=rank, dp_degree=num_ranks, same_bits=same_bits, cost=cost,
@@ -106,7 +107,7 @@ class Stream:
         self._shares = np.array(weights) / sum(weights)  # [sources]
         self._is_drawn = any(source.weight is not None for source in sources.values())
         ends = np.round(config.eval.num_samples * np.cumsum([0.0, *self._shares]))
-        self._num_held_out: list[int] = np.diff(ends).astype(int).tolist()  # the first samples of each source
+        self._num_held_out: list[int] = np.diff(ends).astype(int).tolist()
 
     def __len__(self) -> int:
         """Return the number of sources."""
@@ -118,7 +119,7 @@ class Stream:
 
     def held_out(self) -> list[Named]:
         """Return the first samples of each source. Raises `MegabatchError` where no more follow to be trained on."""
-        found: list[Named] = []
+        window: list[Named] = []
         for source, num_held_out in enumerate(self._num_held_out):
             first = list(islice(self._read(source, Skipped()), num_held_out + 1))
             if len(first) <= num_held_out:
@@ -126,28 +127,27 @@ class Stream:
                     f"{self._sources[source][0]}: the stream ends after {len(first)} samples, of which the first "
                     f"{num_held_out} are held out; give more, or lower eval.num_samples"
                 )
-            found += first[:-1]
-        return [piece for named in found for piece in pack([named], self.config.data.pack_tokens)]
+            window += first[:-1]
+        return [piece for named in window for piece in pack([named], self.config.data.pack_tokens)]
 
-    def updates(self, position: StreamPosition, seen: Consumed) -> Iterator[StreamUpdate]:
-        """Yield every update from a position on. ``seen`` is what was handed out before."""
+    def updates(self, position: StreamPosition, consumed: Consumed) -> Iterator[StreamUpdate]:
+        """Yield every update from a position on. ``consumed`` is what was handed out before."""
         sizes, tail = sizes_of(self.config.update), self.config.update.tail
-        size, samples = sizes(seen), list[Named]()
+        size, samples = sizes(consumed), list[Named]()
         for start, window, after, skipped in self._windows(position):
             for number in range(start.consumed, len(window)):
                 samples.append(window[number])
                 if len(samples) == size:
-                    seen = with_samples(seen, samples)
+                    consumed = with_samples(consumed, samples)
                     is_last = number + 1 == len(window)
-                    yield StreamUpdate(
-                        samples, after if is_last else replace(start, consumed=number + 1), seen, skipped
-                    )
-                    samples, size = [], sizes(seen)
+                    next_start = after if is_last else replace(start, consumed=number + 1)
+                    yield StreamUpdate(samples, next_start, consumed, skipped)
+                    samples, size = [], sizes(consumed)
             if after.epoch > start.epoch and tail != "carry":
                 if samples and tail == "step":
-                    seen = with_samples(seen, samples)
-                    yield StreamUpdate(samples, after, seen, skipped)
-                samples, size = [], sizes(seen)
+                    consumed = with_samples(consumed, samples)
+                    yield StreamUpdate(samples, after, consumed, skipped)
+                samples, size = [], sizes(consumed)
 
     def _windows(
         self, position: StreamPosition
@@ -170,8 +170,8 @@ class Stream:
         """Return the next samples, the source of the last one, and whether the last source has ended."""
         named: list[Named] = []
         for source in range(position.source or 0, len(self)):
-            while (found := passes.next(source)) is not None:
-                named.append(found)
+            while (sample := passes.next(source)) is not None:
+                named.append(sample)
                 if len(named) == self.config.data.shuffle_window:
                     return named, source, False
         return named, 0, True
@@ -179,18 +179,15 @@ class Stream:
     def _by_weight(self, passes: "Passes", position: StreamPosition) -> tuple[list[Named], int | None, bool]:
         """Return the next samples, the source whose end is the epoch's, if known, and whether it has ended."""
         named, ending = list[Named](), position.source
-        for source in (
-            self._random(position, DRAW)
-            .choice(len(self), size=self.config.data.shuffle_window, p=self._shares)
-            .tolist()
-        ):
-            found = passes.next(source)
-            if found is None and ending in (None, source):
+        window = self.config.data.shuffle_window
+        for source in self._random(position, DRAW).choice(len(self), size=window, p=self._shares).tolist():
+            sample = passes.next(source)
+            if sample is None and ending in (None, source):
                 return named, source, True
-            found = found or passes.next(source)  # from its beginning
-            if found is None:
+            sample = sample or passes.next(source)
+            if sample is None:
                 raise MegabatchError(f"{self._sources[source][0]}: the stream has no sample any more; mend it")
-            named.append(found)
+            named.append(sample)
         return named, ending, False
 
     def _random(self, position: StreamPosition, purpose: int) -> np.random.Generator:
@@ -219,17 +216,18 @@ class Passes:
         if source not in self._open:
             self._skipped[source] = Skipped()
             self._open[source] = self._stream.read_from(source, self.offsets[source], self._skipped[source])
-        found = next(self._open[source], None)
+        sample = next(self._open[source], None)
         self.offsets[source] += 1
-        if found is None:
+        if sample is None:
             del self._open[source]
             self.offsets[source] = 0
-        return found
+        return sample
 
     def skipped(self) -> Skipped:
         """Return what was left out of all of them."""
         broken, long = (sum(getattr(skipped, key) for skipped in self._skipped) for key in ("broken", "long"))
-        return Skipped(broken, long, next((each.first for each in self._skipped if each.first is not None), None))
+        first = next((skipped.first for skipped in self._skipped if skipped.first is not None), None)
+        return Skipped(broken, long, first)
 
 
 def pack(named: Sequence[Named], row_tokens: int | None) -> list[Named]:
@@ -242,6 +240,6 @@ def pack(named: Sequence[Named], row_tokens: int | None) -> list[Named]:
     return [(f"row {number} of the documents from {first} on", row) for number, row in enumerate(rows, 1)]
 
 
-def with_samples(seen: Consumed, samples: Sequence[Named]) -> Consumed:
+def with_samples(consumed: Consumed, samples: Sequence[Named]) -> Consumed:
     """Return what was handed out, after an update of these."""
-    return seen.after(len(samples), sum(len(sample["input_ids"]) for _, sample in samples))
+    return consumed.after(len(samples), sum(len(sample["input_ids"]) for _, sample in samples))

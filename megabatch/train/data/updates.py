@@ -32,9 +32,9 @@ from megabatch.train.data.stream import Stream, StreamPosition, StreamUpdate
 from megabatch.train.runtime.exit import end_with_parent, ignore_signals_in_worker
 from megabatch.train.runtime.ranks import Ranks
 
-State = dict[str, Any]  # JSON
+State = dict[str, Any]
 Sampler = TypeVar("Sampler", bound=UpdateSampler)
-Share = tuple[list[int], State]  # sample ids of an update, and the state after it
+Share = tuple[list[int], State]
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Delivery:
     samples: Sequence[Any]
     state: State  # after the update
     problem: str | None = None  # an error of the process that reads, raised in the one that trains
-    told: Sequence[int] | None = None  # lengths that data.function states; None: measured from the samples
+    stated_lengths: Sequence[int] | None = None  # by data.function; None: measured from the samples
     ids: Sequence[int | str] = ()  # of the samples: their numbers in the data, or a stream's names
 
 
-Ahead = tuple[Delivery, Iterator[Delivery]]  # the next update, read, and those after it
+Ahead = tuple[Delivery, Iterator[Delivery]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Updates:
         self._epoch_size, self._sizes = data.epoch_size, sizes_of(config.update)
         check_points(config, data)
         if config.parallel.replicas is not None:
-            ranks = Ranks(0, 1, ranks.device)  # replicas share each update among themselves
+            # Replicas share each update among themselves.
+            ranks = Ranks(0, 1, ranks.device)
             self._dp_degree = 1
         sampler = None if isinstance(data.train, Stream) else sampler_of(data, config, ranks)
         self.num_updates = count_updates(config, self._epoch_size, sampler)
@@ -84,14 +85,15 @@ class Updates:
         else:
             self._source = Shares(data, config, cast(UpdateSampler, sampler), cast(int, self.num_updates.of_run))
         self._state = self._before = self._source.start()
-        self._ahead: Ahead | None = None  # the next update, read by peek(), and those after it
-        self._rest: Iterator[Delivery] = iter(())  # those after the update that was handed out last
-        self._next: Delivery | Exception | None = None  # the update that was read ahead, or the error of reading it
-        self._ids: Sequence[int | str] = ()
+        self._ahead: Ahead | None = None
+        self._rest: Iterator[Delivery] = iter(())
+        self._next: Delivery | Exception | None = None
+        # This rank's samples of the update that was handed out last: numbers in the data, or a stream's names.
+        self.ids: Sequence[int | str] = ()
         self.dealing = Dealing()
         self._is_under_way = False
-        self.change: Callable[[Any], Any] | None = None  # what is done to each sample before it is trained on
-        self.add_key: Callable[[Any, int, int | str], Any] | None = None  # with the update's number and the sample's id
+        self.change: Callable[[Any], Any] | None = None
+        self.add_key: Callable[[Any, int, int | str], Any] | None = None
 
     @property
     def epochs(self) -> float | None:
@@ -109,14 +111,9 @@ class Updates:
         return Skipped(**self._state.get("skipped", {}))
 
     @property
-    def ids(self) -> Sequence[int | str]:
-        """This rank's samples of the update that was handed out last: numbers in the data, or a stream's names."""
-        return self._ids
-
-    @property
     def names(self) -> list[str]:
         """The row that each of this rank's samples comes from, of the update that was handed out last."""
-        return [self._source.name(each) for each in self._ids]
+        return [self._source.name(sample_id) for sample_id in self.ids]
 
     def deal_by(self, dealing: Dealing) -> None:
         """Deal the updates to come over ranks by what was measured. Their samples stay the same.
@@ -148,7 +145,7 @@ class Updates:
             if isinstance(delivery, Exception):
                 raise delivery
             self._before, self._state = self._state, delivery.state
-            self._ahead, self._ids = None, delivery.ids
+            self._ahead, self.ids = None, delivery.ids
             yield delivery.samples
 
     @property
@@ -177,7 +174,7 @@ class Updates:
 
     def go_on(self, ids: list[int], state: State) -> None:
         """Take note of an update that replicas have shared: its samples, and the state after it."""
-        self._before, self._state, self._ahead, self._ids = self._state, state, None, ids
+        self._before, self._state, self._ahead, self.ids = self._state, state, None, ids
 
     def state_dict(self) -> State:
         """Return where the run stands after the last update that was handed out, as JSON, for any number of ranks."""
@@ -194,7 +191,8 @@ class Updates:
             try:
                 delivery = next(self._rest, None)
                 self._next = None if delivery is None else replace(delivery, samples=self._changed(delivery))
-            except Exception as error:  # the update before is still to be stepped
+            except Exception as error:
+                # The update before is still to be stepped.
                 self._next = error
         return self._next
 
@@ -218,8 +216,8 @@ class Updates:
         if num_workers:
             self._ahead = None
             return map(received, from_workers(self._source.loader(self._state, num_workers), self._config))
-        first, rest = self._ahead or (None, self._source.deliveries(self._state))
-        return chain([] if first is None else [first], map(received, rest))
+        first, later = self._ahead or (None, self._source.deliveries(self._state))
+        return chain([] if first is None else [first], map(received, later))
 
 
 class Shares(Dataset[Delivery]):
@@ -232,7 +230,7 @@ class Shares(Dataset[Delivery]):
         self._num_updates, self._seed, self._sampler = num_updates, config.run.seed, sampler
         self._is_own, self._is_told = config.data.function is not None, data.is_told
         self._look_ahead, self._config = config.data.look_ahead, config
-        self._form: Form | None = None  # of the user's samples, as the first one has it
+        self._form: Form | None = None
 
     def deal_by(self, dealing: Dealing, ahead: Ahead | None) -> Ahead | None:
         """Deal by what was measured from here on; return None, to read again what was read ahead."""
@@ -245,7 +243,6 @@ class Shares(Dataset[Delivery]):
         return self._sampler.state_dict()
 
     def check(self, state: State) -> None:
-        """Raise `PlanError` where a state is of other data or another seed."""
         copy(self._sampler).load_state_dict(state)
 
     def deliveries(self, state: State) -> Iterator[Delivery]:
@@ -257,12 +254,12 @@ class Shares(Dataset[Delivery]):
         return DataLoader(self, sampler=cast(Any, self._shares(state)), **options(num_workers))
 
     def name(self, id: int | str) -> str:
-        """Return where a sample comes from."""
         return self._samples.name(cast(int, id))
 
     def _shares(self, state: State) -> Iterator[Share]:
         """Yield the sample ids of every update after ``state``."""
-        sampler = copy(self._sampler)  # where it stands is its iterator's own matter
+        # The position belongs to the iterator.
+        sampler = copy(self._sampler)
         sampler.load_state_dict(state)
         number = state["updates"]
         while number < self._num_updates:
@@ -276,7 +273,7 @@ class Shares(Dataset[Delivery]):
         ids, state = index
         try:
             samples = [self._read(number, state["updates"]) for number in ids]
-            return Delivery(samples, state, told=self._lengths(ids) if self._is_told else None, ids=ids)
+            return Delivery(samples, state, stated_lengths=self._lengths(ids) if self._is_told else None, ids=ids)
         except MegabatchError as error:
             return Delivery([], state, str(error))
 
@@ -311,24 +308,22 @@ class Streamed(IterableDataset[Delivery]):
 
     def __init__(self, stream: Stream, ranks: Ranks, num_updates: int | None) -> None:
         self._stream, self._ranks, self._num_updates = stream, ranks, num_updates
-        self._state = self.start()  # where iteration starts
+        self._state = self.start()
         self._dealing = Dealing()
-        self._latest: StreamUpdate | None = None  # that was read
+        self._latest: StreamUpdate | None = None
 
     def deal_by(self, dealing: Dealing, ahead: Ahead | None) -> Ahead | None:
         """Deal by what was measured from here on; return what was read ahead, dealt anew: reading it takes long."""
         self._dealing = dealing
         if ahead is None or self._latest is None:
             return None
-        first, rest = ahead
-        return received(self._delivery(self._latest, first.state)), rest
+        first, later = ahead
+        return received(self._delivery(self._latest, first.state)), later
 
     def start(self) -> State:
-        """Return the state before the first update."""
         return {"updates": 0, **self._stream.start().to_json(), "skipped": asdict(Skipped()), "seen": list(Consumed())}
 
     def check(self, state: State) -> None:
-        """Raise `PlanError` where a state is of another number of sources."""
         if len(state["offsets"]) != len(self._stream):
             raise PlanError(
                 f"the stream's state is of {len(state['offsets'])} sources but data has {len(self._stream)}; give the "
@@ -336,21 +331,19 @@ class Streamed(IterableDataset[Delivery]):
             )
 
     def deliveries(self, state: State) -> Iterator[Delivery]:
-        """Yield every update after ``state``, read in this process."""
         num_left = None if self._num_updates is None else max(0, self._num_updates - state["updates"])
         number, after = state["updates"], state
         try:
             for update in islice(self._stream.updates(StreamPosition.from_json(state), seen_of(state)), num_left):
                 number += 1
-                told = {"skipped": asdict(update.skipped), "seen": list(update.seen)}
-                after = {"updates": number, **update.after.to_json(), **told}
+                counts = {"skipped": asdict(update.skipped), "seen": list(update.seen)}
+                after = {"updates": number, **update.after.to_json(), **counts}
                 self._latest = update
                 yield self._delivery(update, after)
         except MegabatchError as error:
             yield Delivery([], after, str(error))
 
     def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
-        """Return every update after ``state``, read by another process."""
         self._state, self._latest = state, None
         return DataLoader(self, **options(num_workers))
 
@@ -358,16 +351,15 @@ class Streamed(IterableDataset[Delivery]):
         return self.deliveries(self._state)
 
     def name(self, id: int | str) -> str:
-        """Return where a sample comes from."""
         return str(id)
 
     def _delivery(self, update: StreamUpdate, after: State) -> Delivery:
         settings = self._stream.config.update
-        mine = update.share(
+        local_samples = update.share(
             self._ranks.dp_rank, self._ranks.dp_degree, limits_of(self._stream.config, self._dealing),
             same_bits=bool(settings.same_bits), cost=self._dealing.cost, speeds=self._dealing.speeds,
         )  # fmt: skip
-        return Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
+        return Delivery([sample for _, sample in local_samples], after, ids=[name for name, _ in local_samples])
 
 
 def seen_of(state: State) -> Consumed:
@@ -409,9 +401,6 @@ def sampler_of(data: Data, config: Config, ranks: Ranks, kind: type[Sampler] = U
     )
 
 
-# Between processes.
-
-
 def options(num_workers: int) -> dict[str, Any]:
     """Return those of a DataLoader whose items are whole updates.
 
@@ -439,7 +428,8 @@ def from_workers(loader: "DataLoader[Delivery]", config: Config) -> Iterator[Del
     before = signal.getsignal(signal.SIGCHLD)
     deliveries = iter(loader)
     if before is not None:
-        signal.signal(signal.SIGCHLD, before)  # torch's own would raise in the midst of whatever the trainer is doing
+        # torch's own handler would raise in the midst of whatever the trainer does.
+        signal.signal(signal.SIGCHLD, before)
     try:
         yield from deliveries
     except RuntimeError as error:
@@ -453,6 +443,10 @@ def from_workers(loader: "DataLoader[Delivery]", config: Config) -> Iterator[Del
 
 def sent(delivery: Delivery) -> Delivery:
     """Return it with arrays in place of tensors, which would take a file descriptor each on their way."""
+
+    def as_array(value: Any) -> Any:
+        return value.detach().numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
+
     return replace(delivery, samples=[with_values(sample, as_array) for sample in delivery.samples])
 
 
@@ -463,24 +457,17 @@ def received(delivery: Delivery) -> Delivery:
     if isinstance(delivery.samples, Deferred):
         return delivery
     samples: Sequence[Any] = [with_tensors(sample) for sample in delivery.samples]
-    if delivery.told is not None:
-        samples = Deferred(samples.__getitem__, delivery.told, look_ahead=0, measured=False)
+    if delivery.stated_lengths is not None:
+        samples = Deferred(samples.__getitem__, delivery.stated_lengths, look_ahead=0, measured=False)
     return replace(delivery, samples=samples)
 
 
 def with_tensors(sample: Any) -> Any:
-    """Return the sample with tensors in place of arrays."""
     return with_values(sample, as_tensor)
 
 
 def with_values(sample: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the sample with each of its values changed, where it is a mapping."""
     return {key: change(value) for key, value in sample.items()} if isinstance(sample, Mapping) else sample
-
-
-def as_array(value: Any) -> Any:
-    """Return a tensor as an array where numpy has its type."""
-    return value.detach().numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
 
 
 def as_tensor(value: Any) -> Any:
@@ -492,7 +479,6 @@ def as_tensor(value: Any) -> Any:
 
 
 def part_of(batch: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    """Return some samples of an update."""
     return mapped(batch, places, lambda sample, _: sample)
 
 
@@ -508,9 +494,6 @@ def mapped(batch: Sequence[Any], places: Sequence[int], change: Callable[[Any, i
         measured=batch.measured,
         kept_bytes=batch.kept_bytes,
     )
-
-
-# How many there are.
 
 
 @dataclass(frozen=True)
@@ -538,7 +521,7 @@ def count_updates(config: Config, num_samples: int | None, sampler: UpdateSample
     if num_samples is None:
         return NumUpdates(None, max_steps)
     if not isinstance(size, int):
-        assert sampler is not None  # it deals what can be counted
+        assert sampler is not None
         ends = np.cumsum(np.fromiter(sampler.sizes(epochs), np.int64))
         return NumUpdates(len(ends), min(len(ends), max_steps or len(ends)), ends)
     match config.update.tail:

@@ -17,22 +17,26 @@ PAIRS = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"),
     ("instruction", "response"), ("query", "response"), ("input", "output"),
 )  # fmt: skip
-CONTEXTS = ("input", "context")  # texts that follow the prompt of a pair, as in Alpaca and Dolly
+CONTEXTS = ("input", "context")
 RESPONSES = tuple(dict.fromkeys(response for _, response in PAIRS))
 TEXTS = ("text", "content", "document", "body", "sentence", "review", "comment", "message", "tweet")
 LABELS = ("label", "labels", "class", "category", "target", "sentiment")
 
-SOURCE_FIELDS = ("text_field", "label_field", "prompt_field", "response_field")  # that the user may state
+SOURCE_FIELDS = ("text_field", "label_field", "prompt_field", "response_field")
 MAX_LABELS = 100
-MAX_SAMPLE_TOKENS = 4096  # positions of the small model
-FEW_FILES = 40  # of which a tenth is too little to evaluate on: their lines are the documents
-ROWS_AT_ONCE = 1000  # between two signs of progress
-MIN_TEXT = 20  # characters on average of a field that is guessed to be the text
+MAX_SAMPLE_TOKENS = 4096
+# A tenth of so few files is too little to evaluate on: their lines are the documents.
+FEW_FILES = 40
+ROWS_AT_ONCE = 1000
+# Several rows of each label on average.
+MIN_TEXT = 20
 
-MIN_UPDATES = 100  # below, nothing is learned that a page could show
-MAX_UPDATES = 2000  # of a first run
-MAX_CPU_TOKENS = 8_000_000  # of a first run on a CPU: about ten minutes of the small model
-NUM_HELD_OUT = 64  # eval.num_samples; at most a tenth of the data
+# In fewer updates nothing is learned that a page could show.
+MIN_UPDATES = 100
+MAX_UPDATES = 2000
+# About ten minutes of the small model.
+MAX_CPU_TOKENS = 8_000_000
+NUM_HELD_OUT = 64
 
 
 @dataclass
@@ -77,7 +81,8 @@ def survey(
         stated: Fields that the user names, by the recipe's keys for them.
     """
     files = find_files(SourceConfig(path=path), "data")
-    rows = rows_of(SourceConfig.model_validate(source_keys(path, files)), "data")  # as the recipe will name it
+    # The source is read as the recipe will name it.
+    rows = rows_of(SourceConfig.model_validate(source_keys(path, files)), "data")
     result, measure, num_broken, first_broken = None, None, 0, ""
     while chunk := list(islice(rows, ROWS_AT_ONCE)):
         advance(len(chunk))
@@ -100,7 +105,8 @@ def survey(
             "at least one"
         )
     result.num_broken, result.first_broken = num_broken, first_broken
-    are_classes = 2 <= len(result.labels) <= min(MAX_LABELS, len(result.lengths) // 5)  # of several rows on average
+    # Several rows of each label on average.
+    are_classes = 2 <= len(result.labels) <= min(MAX_LABELS, len(result.lengths) // 5)
     if "label_field" in result.keys and task is None and "label_field" not in (stated or {}) and not are_classes:
         result.unread.append(result.keys.pop("label_field"))
     return result

@@ -126,7 +126,8 @@ def read_model(text: str) -> str | None:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise MegabatchError(f"--model is the folder {text!r}, without a config.json; name one of save_pretrained")
-        return str(folder)  # a recipe's name is no shell's: it has no ~
+        # A recipe's name is no shell's: it has no ~.
+        return str(folder)
     if "/" not in text and get_close_matches(text.lower(), ["small"], cutoff=0.7):
         raise MegabatchError(f"--model is {text!r}, which is neither a folder nor small; write small, or name a folder")
     if not HUB_ID.fullmatch(text):

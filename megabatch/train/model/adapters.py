@@ -22,16 +22,18 @@ from megabatch.train.model.frozen import shape_of, stored
 from megabatch.train.model.weights import ModelSource, Saved, seeded
 from megabatch.train.parallel.wrap import dtype_of
 
-ADAPTER = "default"  # peft's name of an only one
-MARK = ".lora_"  # in the names of an adapter's own parameters
-INSIDE = ".base_layer."  # in the names of what an adapter has been put around
-BEGINNINGS = (True, "gaussian")  # of init_lora_weights: those that do not look at the base's weights, or change them
+ADAPTER = "default"
+MARK = ".lora_"
+INSIDE = ".base_layer."
+# Others look at the base's weights, or change them.
+BEGINNINGS = (True, "gaussian")
 TAKEN = (
     "r", "lora_alpha", "target_modules", "lora_dropout", "bias", "use_rslora", "lora_bias", "rank_pattern",
     "alpha_pattern", "layers_to_transform", "layers_pattern", "exclude_modules", "fan_in_fan_out", "init_lora_weights",
     "modules_to_save",
 )  # fmt: skip
-WHOLE = "modules_to_save"  # peft's key of modules that are trained whole; it trains copies of them, this themselves
+# peft trains copies of these modules; the trainer trains the modules themselves.
+WHOLE = "modules_to_save"
 
 
 def choose_trained(model: nn.Module, config: ModelConfig) -> list[str]:
@@ -79,13 +81,14 @@ def adapt(model: nn.Module, config: ModelConfig) -> str:
     """Put adapters into the model and freeze the rest; what was done, in words. Raises `MegabatchError`."""
     lora, modules = lora_config(config), dict(model.named_modules())
     targets = lora.target_modules
-    for target in targets if isinstance(targets, list | set | tuple) else ():  # peft ignores one if there are others
+    # peft ignores a target if there are others.
+    for target in targets if isinstance(targets, list | set | tuple) else ():
         named("target_modules", target, modules)
     is_outline = any(parameter.is_meta for parameter in model.parameters())
     try:
         with silence():
             peft().inject_adapter_in_model(lora, model, adapter_name=ADAPTER, low_cpu_mem_usage=is_outline)
-    except Exception as error:  # whatever peft raises for what it cannot adapt
+    except Exception as error:
         raise MegabatchError(
             f"peft refuses model.lora ({in_one_line(error)}); change it: the model has {there_are(modules)}"
         ) from None
@@ -128,7 +131,8 @@ def lora_config(config: ModelConfig) -> Any:
 def peft() -> Any:
     """Return the package. Raises `MegabatchError` where it is not installed."""
     try:
-        with silence():  # it imports bitsandbytes where that is
+        # peft imports bitsandbytes where that is installed.
+        with silence():
             return importlib.import_module("peft")
     except ModuleNotFoundError as error:
         raise MegabatchError(
@@ -194,7 +198,7 @@ def give_types(layers: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Give adapters the dtype of their base, or float32 in place of bfloat16, which would round most steps away."""
     for layer in layers.values():
         weight = layer.get_base_layer().weight
-        base_dtype = weight.dtype if weight.is_floating_point() else dtype  # in four bits
+        base_dtype = weight.dtype if weight.is_floating_point() else dtype
         for name, parameter in layer.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.to(torch.float32 if base_dtype == torch.bfloat16 else base_dtype)

@@ -32,17 +32,17 @@ from megabatch.train.config.recipe_paths import check_model_folder, check_tokeni
 from megabatch.train.data.stream import check_positions
 from megabatch.train.parallel.wrap import dtype_of
 
-LOUD = ("bitsandbytes", "torch.distributed.tensor._redistribute")  # loggers: kernels to do without, sums in two steps
-OWNED_KEYS = {  # of model.config, that the trainer sets
+LOUD = ("bitsandbytes", "torch.distributed.tensor._redistribute")
+OWNED_KEYS = {
     "dtype": "set model.dtype",
     "torch_dtype": "set model.dtype",
     "use_cache": "the trainer sets it (false while it trains): leave it out",
     "attn_implementation": "set model.attention",
 }
-IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # transformers' own code
-DTYPES = re.compile(r"\b(Double|Float|Half|BFloat16|Float16|Float32|Float64)\b")  # in torch's words
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+DTYPES = re.compile(r"\b(Double|Float|Half|BFloat16|Float16|Float32|Float64)\b")
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
-BYTES_MARK = "megabatch_bytes"  # in the tokenizer_config.json of an export, whose class has a tokenizer.json
+BYTES_MARK = "megabatch_bytes"
 BYTES_TEMPLATE = """\
 {% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}\
 {% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\
@@ -79,19 +79,21 @@ def new_architecture(config: ModelConfig) -> PreTrainedConfig:
         raise MegabatchError(f"unknown key model.config.{key} for model_type {model_type!r}; the nearest key is {near}")
     try:
         return AutoConfig.for_model(model_type, **keys)
-    except Exception as error:  # its validation raises types of its dependencies
+    except Exception as error:
         raise refused(config, error) from None
 
 
 def _is_read(key: str, value: Any, default: PreTrainedConfig) -> bool:
     """Return True for a key that the family takes undeclared: an alias, an older name, or one that its layers read."""
-    with contextlib.suppress(Exception):  # its validation raises types of its dependencies; the config is built again
+    # Its validation raises types of its dependencies. The config is built again later.
+    with contextlib.suppress(Exception):
         config = AutoConfig.for_model(default.model_type, **{key: deepcopy(value)}).to_dict()
         if {name: setting for name, setting in config.items() if name != key} != default.to_dict():
             return True
     try:
         family = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(default)])
-    except KeyError:  # no causal language model, which is refused by its own words
+    except KeyError:
+        # This is no causal language model and is refused later.
         return False
     return bool(re.search(rf"\bconfig\.{key}\b|\(config, \"{key}\"", inspect.getsource(cast(ModuleType, family))))
 
@@ -101,7 +103,7 @@ def saved_architecture(name: str) -> PreTrainedConfig:
     check_model_folder(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # what is in config.json, or the way to the hub
+    except Exception as error:
         raise MegabatchError(
             f"cannot read the config of model.name = {name!r} ({in_one_line(error)}); "
             "name a folder that save_pretrained has written, or an id of the hub that can be reached from here"
@@ -127,7 +129,8 @@ def check_sizes(architecture: PreTrainedConfig) -> None:
 
 def check_own_code(architecture: PreTrainedConfig, config: ModelConfig) -> None:
     """Raise for an implementation that transformers would take from a repository of the hub, and run."""
-    attention = config.attention or getattr(architecture, "_attn_implementation", None)  # the recipe's replaces all
+    # The recipe's attention replaces all.
+    attention = config.attention or getattr(architecture, "_attn_implementation", None)
     experts = getattr(architecture, "_experts_implementation", None)
     for names in (attention, experts):
         for name in names.values() if isinstance(names, dict) else (names,):
@@ -196,7 +199,8 @@ def backends(device: torch.device) -> list[str]:
     availability = {
         "sdpa": True,
         "eager": True,
-        "flex_attention": on_gpu,  # on a CPU it has no backward
+        # On a CPU it has no backward.
+        "flex_attention": on_gpu,
         "flash_attention_2": on_gpu and is_flash_attn_2_available(),
         "flash_attention_3": on_gpu and is_flash_attn_3_available(),
     }
@@ -218,7 +222,7 @@ def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrained
             model = cast(Any, AutoModelForCausalLM).from_config(
                 architecture, dtype=dtype_of(config), trust_remote_code=False, **backend
             )
-    except Exception as error:  # whatever its layers raise for what they cannot be built of
+    except Exception as error:
         raise refused(config, error) from None
     check_tied(model)
     return model
@@ -269,10 +273,11 @@ def read_tokenizer(source: str, key: str) -> Any:
         check_tokenizer_folder(source, key)
     try:
         with silence():
-            if is_bytes(Path(source)):  # of some families, AutoTokenizer insists on another class
+            # For some families AutoTokenizer insists on another class.
+            if is_bytes(Path(source)):
                 return ByT5Tokenizer.from_pretrained(source)
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # whatever its reader, or the way to the hub, raises
+    except Exception as error:
         raise MegabatchError(
             f"no tokenizer for {key} = {source!r} ({in_one_line(error)}); "
             'set model.tokenizer to a folder, to an id of the hub that can be reached from here, or to "bytes"'

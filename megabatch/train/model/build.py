@@ -73,9 +73,10 @@ from megabatch.train.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from megabatch.pipeline import Pipeline
 
-VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
+# These keys say who wrote a config and not what it is.
+VERSION_KEYS = ("transformers_version",)
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-ATTENTIONS = {  # torch's kernels → the place of dropout_p
+ATTENTIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
@@ -127,7 +128,8 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     words.append(utilization.words if utilization.peak is None else f"MFU: of {utilization.words}")
     if config.model.lora is not None:
         source = begun(source, config.model, config.run.seed)
-    is_split = ranks.layout.tp > 1 or ranks.layout.cp > 1 or ranks.layout.pp > 1  # a rank sees parts of a sample
+    # A rank sees parts of a sample.
+    is_split = ranks.layout.tp > 1 or ranks.layout.cp > 1 or ranks.layout.pp > 1
     update = config.update
     has_own_rows = not (is_split or config.model.compile or update.one_row or update.long_samples)
     if config.model.keyed_dropout and has_own_rows:
@@ -150,13 +152,15 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
             if config.data.pack_tokens is not None:
                 isolated, text = check_documents(trial, ranks.device)
                 (words if isolated else warnings).append(text)
-    if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
+    # The trial has run whole sequences.
+    if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):
         attention = context_parallel.GatheredAttention(mesh.get_group("cp"))
         for module in [cast(PreTrainedModel, base)] if stages is None else stages.modules:
             attend_over(module, attention)
     container = None
     if wrapper.name == "ddp" and stages is None:
-        unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
+        # Your own model may leave parameters out of a microbatch.
+        unused = config.model.function is not None
         run = replicated(base) if is_several(base) else DistributedDataParallel(base, find_unused_parameters=unused)
     if is_several(run):
         container = run
@@ -213,7 +217,7 @@ def lay(
         mesh = ranks.layout.mesh(wrapper.name, ranks.size, ranks.device.type)
         words += divide(model, config, wrapper, mesh, stages)
     if source.units is not None:
-        here = set(model.modules())  # of a pipeline's stages, not all
+        here = set(model.modules())
         units = [unit for unit in source.units if unit.module in here]
         weights_on = torch.device("cpu") if config.parallel.cpu_offload else ranks.device
         fill(model, units, config.run.seed, ranks.device, source.saved, weights_on)
@@ -235,7 +239,7 @@ def divide(
     axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
     words = [f"mesh: {' x '.join(f'{axis} {degree}' for axis, degree in axes if (axis, degree) != ('tp', 1))}"]
     if config.parallel.ep > 1:
-        from megabatch.train.parallel.expert_ranks import deal_experts  # not every transformers has it
+        from megabatch.train.parallel.expert_ranks import deal_experts
 
         experts = deal_experts(model, mesh, exchange)
         modules = [(model, [*experts, *blocks]) for _, blocks in modules]
@@ -316,7 +320,8 @@ def prepare(model: nn.Module, config: ModelConfig, num_shapes: int | None = None
         layers = [layer for part in models_of(model) for layer in list(blocks_of(part).values()) or [part]]
         for layer in layers:
             layer.compile(dynamic=None if num_shapes is None else False)
-        if num_shapes is not None:  # torch runs further ones without a graph; longer samples may add shapes
+        # torch runs further shapes without a graph; longer samples may add shapes.
+        if num_shapes is not None:
             torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 2 * num_shapes)
         words.append(f"compiled: {len(layers)} layers" if layers[0] is not model else "compiled as a whole")
     model.train()
@@ -327,7 +332,7 @@ def check_compiler() -> None:
     """Raise where torch.compile cannot work on this machine, which otherwise shows in the first update."""
     try:
         torch.compile(torch.neg)(torch.ones(2))
-    except Exception as error:  # a compiler that is missing, or its own errors
+    except Exception as error:
         raise MegabatchError(
             f"model.compile is set and torch.compile does not work here ({in_one_line(error)}); "
             "install the compiler that it asks for, or leave compile out"
@@ -350,7 +355,7 @@ def checkpoint_activations(model: nn.Module, *, selective: bool = False) -> None
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a layer's forward and recomputation, by torchtitan's policy of operators."""
-    num_matmuls = Counter[bool]()  # of a layer's forward, and of its recomputation
+    num_matmuls = Counter[bool]()
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
         is_saved = is_deterministic_attention(operation, inputs, named)
@@ -386,7 +391,7 @@ def try_forward(model: nn.Module, config: ModelConfig, device: torch.device) -> 
     vocab_size = vocab_size_of(model)
     try:
         first, second = (logits_of(model, torch.tensor([[0, last % vocab_size]], device=device)) for last in (0, 1))
-    except Exception as error:  # layers raise anything for sizes that do not fit
+    except Exception as error:
         raise refused(config, error) from None
     if not bool(torch.isfinite(first).all()):
         raise MegabatchError(

@@ -19,7 +19,7 @@ from megabatch.train.config.byte_sizes import read_bytes
 from megabatch.train.parallel.wrap import accumulation_of, computing
 from megabatch.train.runtime.oom_limit import load_oom_limit
 
-KEYS = {  # the library's name of a setting → the recipe's
+KEYS = {
     "memory_bytes": "update.memory",
     "Shapes": "update.shapes",
     "SameBits": "update.same_bits",

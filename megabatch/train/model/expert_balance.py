@@ -18,7 +18,7 @@ from megabatch.train.config.contradictions import given
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
 
-AXES = ("parallel.cp", "parallel.tp", "parallel.pp")  # over which a sample, or the model, is cut
+AXES = ("parallel.cp", "parallel.tp", "parallel.pp")
 
 
 def experts_of(config: Config) -> ExpertsConfig:
@@ -54,7 +54,8 @@ def train_with_router(
         text_config(base).output_router_logits = False
     if experts.bias_rate is not None:
         parallel_model.words.append(f"expert biases move by {experts.bias_rate:g} an update, towards an even load")
-        if not config.update.one_row:  # which does not pad
+        # One row does not pad.
+        if not config.update.one_row:
             updates.change = with_mask
     elif coefficient is not None:
         from megabatch.experts import with_tokens
@@ -75,7 +76,8 @@ def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None
             f"{said} and no module of the model has a tensor {experts.bias_name!r}; set model.experts.bias_name, or "
             "leave bias_rate out"
         )
-    keys = ("data.pack_tokens", *AXES)  # packed rows have no mask
+    # Packed rows have no mask.
+    keys = ("data.pack_tokens", *AXES)
     for setting in given(config, keys):
         raise MegabatchError(f"{said} and {setting}, which does not count tokens; leave one of them out")
 
@@ -94,7 +96,8 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
         )
     if not names_experts(model):
         raise MegabatchError(f"{said} and the model has no experts; leave it out")
-    for setting in given(config, ("update.one_row", *AXES)):  # which has no sequences
+    # One row has no sequences.
+    for setting in given(config, ("update.one_row", *AXES)):
         raise MegabatchError(f"{said} and {setting}, with which it is not computed; leave one of them out")
     from megabatch.experts import config_coefficient
 

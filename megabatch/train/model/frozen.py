@@ -24,8 +24,8 @@ from megabatch.train.model.architecture import silence
 from megabatch.train.parallel.wrap import WrapperChoice, computing_dtype
 from megabatch.train.runtime.ranks import Ranks
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
-SLICE = 2**22  # numbers that are summed at a time, each in a copy of eight bytes
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SLICE = 2**22
 
 
 def check_four_bits(outline: nn.Module, config: ModelConfig, wrapper: WrapperChoice) -> None:

@@ -15,9 +15,10 @@ from torch.nn import functional
 from megabatch import JointLoss
 from megabatch.train.runtime.plugins import in_place_of
 
-KEY = "dropout_key"  # of a sample: int64, which the model does not get
-FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, whose mixing this is
-STEPS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd, between the places along each dimension
+KEY = "dropout_key"
+FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+# Odd numbers between the places along each dimension.
+STEPS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
 class SampleKeys:
@@ -95,7 +96,8 @@ def with_keys(loss_fn: Any, keys: SampleKeys) -> Any:
         return JointLoss(with_keys(loss_fn.encode, keys), loss_fn.loss)
 
     def compute(model: Any, microbatch: Any, **divisor: Any) -> Any:
-        keys.current = microbatch.get(KEY)  # a backward may compute layers again: keys stay until the next forward
+        # A backward may compute layers again: keys stay until the next forward.
+        keys.current = microbatch.get(KEY)
         inputs = {name: value for name, value in microbatch.items() if name != KEY}
         return loss_fn(model, inputs, **divisor)
 

@@ -24,16 +24,16 @@ from megabatch.train.model.build_accumulator import build_accumulator, use_recip
 from megabatch.train.model.expert_balance import move_biases
 from megabatch.train.runtime.plugins import blamed, load_function
 
-Group = dict[str, Any]  # "params", and the "weight_decay" of its own
+Group = dict[str, Any]
 
-COOLDOWN_SHARE = 10  # wsd falls over a tenth of its updates
+COOLDOWN_SHARE = 10
 REFUSED = {
     "LBFGS": "it runs the loss many times a step",
     "SparseAdam": "it takes sparse gradients, and a model's are dense",
 }
-LARGEST_NORM = sys.float_info.max  # a finite gradient is never clipped to it
-NUM_LOOKED_AT = 2**18  # weights of a rank, for their median
-OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or not the recipe's
+LARGEST_NORM = sys.float_info.max
+NUM_LOOKED_AT = 2**18
+OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")
 
 
 def build_learner(
@@ -63,7 +63,8 @@ def optim_of(config: Config, device: torch.device) -> OptimConfig:
     optim = config.optim
     if not config.update.same_bits or device.type != "cpu" or optim.function is not None:
         return optim
-    stepped_by = "AdamW" if optim.name == "Muon" else optim.name  # Muon's rest is stepped by AdamW
+    # Muon leaves the other parameters to AdamW.
+    stepped_by = "AdamW" if optim.name == "Muon" else optim.name
     plain = {"fused": False} if takes(kind_of(stepped_by), "fused") else {}
     return optim.model_copy(update={"options": plain | optim.options})
 
@@ -90,7 +91,7 @@ def max_norm_of(update: UpdateConfig) -> float | None:
 
 def settings_of(config: Config) -> dict[str, object]:
     """Return the settings besides data and model that decide what a run learns, by key. A resumed run has the same."""
-    optim = config.optim.model_dump(exclude={"decay_steps"})  # see decay_steps_of
+    optim = config.optim.model_dump(exclude={"decay_steps"})
     update = config.update
     cut = (update.same_bits, update.micro_batch_size, update.max_microbatch_tokens) if update.same_bits else None
     optim["master"] = "low_bits" if keeps_low_bits(config.optim, is_bfloat16=config.model.dtype == "bfloat16") else None
@@ -104,7 +105,8 @@ def settings_of(config: Config) -> dict[str, object]:
         "model.experts": config.model.experts,
         "loss.function": config.loss.function,
         "loss.router_loss": None if config.loss.router_loss == "auto" else config.loss.router_loss,
-        "update.same_bits": cut,  # with another one, microbatches have other bits
+        # In another cut, microbatches have other bits.
+        "update.same_bits": cut,
         **{
             f"update.{key}": getattr(config.update, key)
             for key in ("global_batch_size", "tail", "max_norm", "accumulate_dtype")
@@ -143,7 +145,7 @@ def lr_factor(step: int, config: OptimConfig, decay_steps: int | None) -> float:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant" or decay_steps is None:
         return 1.0
-    start = config.warmup_steps  # of the fall
+    start = config.warmup_steps
     if config.schedule == "wsd":
         start = max(start, decay_steps - (config.cooldown_steps or max(1, decay_steps // COOLDOWN_SHARE)))
     progress = min(1.0, max(0, step - start) / max(1, decay_steps - start))
@@ -301,7 +303,8 @@ def muon_optimizer(model: nn.Module, config: OptimConfig) -> MuonAndAdamW:
         )
     groups: list[Group] = [{"params": matrices, "weight_decay": config.weight_decay}]
     options = {"adjust_lr_fn": "match_rms_adamw", **config.options}
-    fused = {"fused": options.pop("fused")} if "fused" in options else {}  # torch's Muon is not fused, and AdamW is
+    # torch's Muon is not fused, and AdamW is.
+    fused = {"fused": options.pop("fused")} if "fused" in options else {}
     arguments = tried(optim.Muon, arguments_of(optim.Muon, config.model_copy(update={"options": options})), groups)
     rate = config.lr if config.adamw_lr is None else config.adamw_lr
     of_rest = config.model_copy(update={"name": "AdamW", "lr": rate, "options": fused})
@@ -333,7 +336,8 @@ def takes(kind: Callable[..., optim.Optimizer], argument: str) -> bool:
 def arguments_of(kind: Callable[..., optim.Optimizer], config: OptimConfig) -> dict[str, Any]:
     """Keyword arguments from the recipe; one that the class does not take is an error if the user has set it."""
     for key in ("betas", "weight_decay"):
-        if not takes(kind, key) and is_set(config, key) and kind is not optim.Muon:  # betas are those of its AdamW
+        # With Muon, betas are those of its AdamW.
+        if not takes(kind, key) and is_set(config, key) and kind is not optim.Muon:
             raise MegabatchError(f"optim.{key} is set and {config.name} has none; leave optim.{key} out")
     known = [key for key in inspect.signature(kind).parameters if key not in OWNED_OPTIONS]
     for key in config.options:
@@ -381,7 +385,8 @@ def kinds_of_tensors(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the smallest parameter of each layout, type and kind."""
     smallest: dict[object, Tensor] = {}
     for parameter in sorted(parameters, key=lambda parameter: parameter.numel()):
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # experts have one of their own
+        # Experts have a mesh of their own.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         key = (mesh, parameter.dtype, parameter.device, parameter.ndim < 2)
         smallest.setdefault(key, parameter)
     return list(smallest.values())
@@ -396,7 +401,7 @@ def problem_of(
         parameter.grad = torch.zeros_like(parameter)
     try:
         kind(zeros, **arguments).step()
-    except Exception as error:  # whatever torch raises for arguments and tensors that it does not take
+    except Exception as error:
         return in_one_line(error)
     return None
 

@@ -29,8 +29,8 @@ from megabatch.train.model.frozen import four_bit_options, kind_of, prepare_four
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.plugins import blamed, load_function
 
-INITIALIZED = "_is_hf_initialized"  # transformers' mark on a tensor that its rules leave as it is
-NUM_NAMED = 3  # tensors in a line
+INITIALIZED = "_is_hf_initialized"
+NUM_NAMED = 3
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -140,7 +140,7 @@ def load_whole(config: ModelConfig, architecture: PreTrainedConfig, seed: int, t
                 config.name, config=architecture, dtype=dtype_of(config), trust_remote_code=False,
                 output_loading_info=True, **options,
             )  # fmt: skip
-    except Exception as error:  # what is wrong with its files, or the way to the hub
+    except Exception as error:
         raise MegabatchError(
             f"cannot read the weights of model.name = {config.name!r} ({in_one_line(error)}); "
             "name a folder that save_pretrained has written, or an id of the hub that can be reached from here"
@@ -174,7 +174,8 @@ def plan_units(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> list[
         with torch.random.fork_rng(devices=[]):
             units = list(units_of("", model, model, set(blocks)))
             return None if untouched(model, units) else units
-    except Exception:  # rules that look at values, of which the meta device has none
+    except Exception:
+        # These rules look at values, of which the meta device has none.
         return None
 
 
@@ -283,7 +284,8 @@ class Pending:
         """Put values into their place: all of a tensor, or this rank's part."""
         values = values.to(self._weights_on if isinstance(tensor, nn.Parameter) else self._device, tensor.dtype)
         if isinstance(tensor, DTensor):
-            part, values = values, torch.empty_like(tensor, device=values.device)  # from_local would change the device
+            # from_local would change the device.
+            part, values = values, torch.empty_like(tensor, device=values.device)
             cast(DTensor, values).to_local().copy_(part)
         setattr(self._put(tensor, values), INITIALIZED, True)
         del self.names[tensor], self._places[tensor]

@@ -28,8 +28,9 @@ except ImportError:
         "transformers 5.23, or leave parallel.ep out"
     ) from None
 
-FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")  # whose gradients are compared with one process
-EVEN = "megabatch_even"  # the exchange of tokens in simulations, by its name in transformers
+# Their gradients are compared with those of one process.
+FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+EVEN = "megabatch_even"
 
 
 def deal_experts(model: nn.Module, mesh: DeviceMesh, exchange: str) -> list[nn.Module]:

@@ -23,7 +23,7 @@ from megabatch.train.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from megabatch.pipeline import Pipeline
 
-STAGES_PER_RANK = 2  # of schedules that take any number, where the recipe has none
+STAGES_PER_RANK = 2
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Anatomy:
 
 
 LLAMA = Anatomy("layers", ("embed_tokens",), "norm")
-ANATOMIES = {  # of the families whose runs are compared with those of the whole model
+# Their runs are compared with those of the whole model.
+ANATOMIES = {
     "gpt2": Anatomy("h", ("wte", "wpe", "drop"), "ln_f"),
     "llama": LLAMA,
     "qwen2": LLAMA,
@@ -127,7 +128,7 @@ def parts_of(model: nn.Module, config: Config) -> list[StageLayers]:
 
 def per_rank(parallel: ParallelConfig) -> int:
     """Return the number of stages of each rank."""
-    from megabatch.pipeline import SCHEDULES  # takes a second
+    from megabatch.pipeline import SCHEDULES
 
     return SCHEDULES[parallel.schedule].per_rank or parallel.stages_per_rank or STAGES_PER_RANK
 
@@ -222,7 +223,8 @@ def connect(stage: nn.Module, part: StageLayers) -> None:
 
     def hand(_: nn.Module, inputs: object, output: Any) -> Tensor:
         hidden: Tensor = output.logits  # [B, T, E]: the head is empty
-        return hidden.clone() if hidden._is_view() else hidden  # torch's schedules detach it in place at last
+        # torch's schedules detach it in place at last.
+        return hidden.clone() if hidden._is_view() else hidden
 
     if not part.is_first:
         stage.register_forward_pre_hook(take, with_kwargs=True)

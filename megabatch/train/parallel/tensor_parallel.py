@@ -26,21 +26,22 @@ from megabatch.losses import LossFunction
 from megabatch.train.parallel.wrap import blocks_of, untested_kind
 from megabatch.train.runtime.plugins import in_place_of
 
-FAMILIES = (  # whose gradients are compared with the plain model's
+# Their gradients are compared with the plain model's.
+FAMILIES = (
     *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
     *("gpt2", "gpt_neox", "granite", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral"),
     *("ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3"),
     *("seed_oss", "smollm3", "starcoder2"),
 )
-GPT2_PLAN = {  # transformers has none
+GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "fused_heads",
     "transformer.h.*.attn.c_proj": "rowwise",
     "transformer.h.*.mlp.c_fc": "colwise",
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
-WIDENING = ("colwise", "colwise_gather_output", "fused_heads")  # entries of matrices that are cut by their outputs
-STARTS = ("drop", "layers.0")  # of the base model: where the stream begins; before a dropout, which is of the stream
+WIDENING = ("colwise", "colwise_gather_output", "fused_heads")
+STARTS = ("drop", "layers.0")
 WHOLE, ALONG_SEQUENCE, BY_HEAD, BY_FEATURE = Replicate(), Shard(1), Shard(2), Shard(-1)
 
 
@@ -120,14 +121,15 @@ class Vocabulary(Style):
         """Replace the lookup: torch's keeps the gradient of the whole vocabulary on each rank."""
         embedding = cast(nn.Embedding, module)
         padding_idx = embedding.padding_idx
-        scale = cast(Tensor | None, getattr(embedding, "embed_scale", None))  # Gemma's
-        first = mesh.get_local_rank() * -(-embedding.num_embeddings // mesh.size())  # token of this rank
+        scale = cast(Tensor | None, getattr(embedding, "embed_scale", None))
+        first = mesh.get_local_rank() * -(-embedding.num_embeddings // mesh.size())
 
         def look_up(tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, E]
             weight = cast(DTensor, embedding.weight).to_local()  # [V / ranks, E]
             is_here = ((tokens >= first) & (tokens < first + len(weight)))[..., None]  # [B, T, 1]
             rows = F.embedding((tokens - first).where(is_here[..., 0], 0), weight)
-            if padding_idx is not None:  # which does not learn
+            # The padding token does not learn.
+            if padding_idx is not None:
                 rows = rows.where((tokens != padding_idx)[..., None], rows.detach())
             part = DTensor.from_local(rows.where(is_here, 0.0), mesh, [Partial()], run_check=False)
             embeddings = part.redistribute(placements=[WHOLE]).to_local()
@@ -158,7 +160,8 @@ def spread(
     ties = tied_places(model)
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
-        if isinstance(style, FusedHeads):  # its output is split by a length that is kept in the module around it
+        # Its output is split by a length that is kept in the module around it.
+        if isinstance(style, FusedHeads):
             cast(Any, model.get_submodule(parent_of(name))).split_size //= mesh.size()
     for first, *copies in ties:
         for module, name in copies:
@@ -205,11 +208,13 @@ def styles_of(
     for name, module in model.named_modules():
         entry = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
         if entry == "embedding_rowwise" and module is model.get_input_embeddings():
-            entry = None  # the style that input embeddings have without a plan
-        if entry is not None and not isinstance(module, nn.Identity):  # which stands for what another stage holds
+            entry = None
+        # nn.Identity stands for what another stage holds.
+        if entry is not None and not isinstance(module, nn.Identity):
             is_head = module is model.get_output_embeddings()
             styles[name] = style_of(entry, module, stream, loss_parallel and is_head)
-            if entry in WIDENING and not is_head:  # the module around them calls several with the same input
+            # The module around them calls several with the same input.
+            if entry in WIDENING and not is_head:
                 styles.setdefault(parent_of(name), Style(entry=stream, taken=WHOLE))
         elif list(module.named_parameters(recurse=False)):
             styles[name] = unplanned_style(name, module, model, plan, stream)
@@ -224,7 +229,8 @@ def styles_of(
 
 def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bool) -> Style:
     """Return a plan's entry. Raises `MegabatchError` for one that is not known."""
-    outputs, inputs = (0, 1) if isinstance(module, nn.Linear) else (1, 0)  # dims of the weight; Conv1D's is [in, out]
+    # Conv1D's weight is [in, out].
+    outputs, inputs = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
     by_outputs: dict[str, Placement] = {"weight": Shard(outputs), "bias": Shard(0)}
     match entry:
         case "colwise":
@@ -235,7 +241,7 @@ def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bo
             return Style({"weight": Shard(inputs)}, entry=BY_FEATURE, taken=BY_FEATURE, handed=stream)
         case "rowwise_split_input":
             return Style({"weight": Shard(inputs)}, taken=BY_FEATURE, handed=stream)
-        case "replicated_with_grad_allreduce":  # a norm of each head
+        case "replicated_with_grad_allreduce":
             return Style(entry=BY_HEAD, taken=BY_HEAD, handed=BY_HEAD, is_plain=True)
         case "colwise_gather_output":
             return (
@@ -257,10 +263,10 @@ def unplanned_style(
     """
     if module is model.get_input_embeddings():
         return Vocabulary({"weight": Shard(0)})
-    if isinstance(module, nn.Embedding):  # of positions
+    if isinstance(module, nn.Embedding):
         return Style(handed=WHOLE, is_plain=True)
     block = next((block for block in blocks_of(model) if name.startswith(f"{block}.")), None)
-    if block is None or parent_of(name) == block:  # a norm on the stream
+    if block is None or parent_of(name) == block:
         return Style(entry=stream, taken=stream, handed=WHOLE if block is None else None)
     siblings = [entry for pattern, entry in plan.items() if fnmatchcase(parent_of(name), parent_of(pattern))]
     if "colwise" in siblings or "fused_heads" in siblings or not siblings:
@@ -268,7 +274,7 @@ def unplanned_style(
             f"parallel.tp is above 1 and the plan of transformers does not say how {name} ({type(module).__name__}) "
             "is cut; leave parallel.tp out, or set the key of model.config that makes a model without it"
         )
-    return Style(handed=WHOLE, is_plain=True)  # between matrices whose outputs are whole
+    return Style(handed=WHOLE, is_plain=True)
 
 
 def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -24,7 +24,8 @@ from megabatch.train.config.parallel_layout import ALONE, Layout, check_wrapper
 if TYPE_CHECKING:
     from megabatch.pipeline import Pipeline
 
-SHARD_FROM_PARAMETERS = 1_000_000_000  # a rule of thumb; parallel.wrapper overrules it
+# A rule of thumb; parallel.wrapper overrules it.
+SHARD_FROM_PARAMETERS = 1_000_000_000
 CONTEXT_FAMILIES = (
     "gpt2",
     "gpt_neox",
@@ -34,11 +35,13 @@ CONTEXT_FAMILIES = (
     "qwen2",
     "qwen3",
     "smollm3",
-)  # tested against uncut runs
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others look at the longest position, which ranks do not share
-NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # keys of configs
-DISPATCHING = "ep_dispatch_experts"  # entry of a plan: a module that sends tokens to its experts
-NOT_KNOWN = ("sliding_window", "softcap", "position_bias", "s_aux")  # what changes attention beyond order and documents
+    # Tested against uncut runs.
+)
+# Other types look at the longest position, which ranks do not share.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+DISPATCHING = "ep_dispatch_experts"
+NOT_KNOWN = ("sliding_window", "softcap", "position_bias", "s_aux")
 
 
 def is_pipeline(model: object) -> "TypeGuard[Pipeline]":
@@ -140,7 +143,8 @@ def distribute(
         has_experts = holds_experts(module)
         over = data_mesh(mesh) if has_experts else dense
         if wrapper.name == "fsdp2":
-            after = None if reshards else False  # None: as torch does it, the root stays for its backward
+            # None: as torch does it, the root stays for its backward.
+            after = None if reshards else False
             place = partial(place_experts, num_shards=over.shape[-1]) if has_experts else None
             fully_shard(
                 module, mesh=over, mp_policy=policy, reshard_after_forward=after, offload_policy=offload,
@@ -299,7 +303,7 @@ def _implementation(attention: context_parallel.GatheredAttention) -> Any:
         query: Tensor,  # [B, H, L, D]
         key: Tensor,  # [B, K, L, D]
         value: Tensor,  # [B, K, L, D]
-        attention_mask: Tensor | None,  # the documents, [B, 1, 1, T or 0]
+        attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,

@@ -30,15 +30,15 @@ from megabatch.train.config.recipe import expected_text, shortened
 
 WARM_UP, REPEATS, LAUNCHES = 3, 7, 200
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SMALL_BYTES = 4096  # of a rank's part of the small all-gather
-SHORTEST = 1e-8  # seconds
+SMALL_BYTES = 4096
+SHORTEST = 1e-8
 
-Figures = dict[str, Any]  # as in the file
+Figures = dict[str, Any]
 _AGAIN = "write it with megabatch plan --measure FILE"
 # The smallest and the largest figure that a machine can have: others have a wrong unit.
 Bytes = Annotated[float, Field(ge=2**26, le=2**50)]
 BytesPerSecond = Annotated[float, Field(ge=1e8, le=1e15)]
-Rate = Annotated[float, Field(ge=1e7, le=1e17)]  # FLOP per second
+Rate = Annotated[float, Field(ge=1e7, le=1e17)]
 Seconds = Annotated[float, Field(ge=SHORTEST, le=10)]
 
 
@@ -103,7 +103,7 @@ def measure_device(device: torch.device, like: str, report: Callable[[str], obje
 
     note("", "memory_bytes", _memory_of(device), "bytes")
     values = torch.zeros(sizes.elements, device=device)
-    moved = 2 * values.nbytes  # read and written
+    moved = 2 * values.nbytes
     note("", "memory_bytes_per_second", moved / measure_seconds(partial(values.add_, 1), device), "B/s")
     del values
     note("", "launch_seconds", measure_launch(device), "s")
@@ -111,7 +111,8 @@ def measure_device(device: torch.device, like: str, report: Callable[[str], obje
         matrix = torch.ones(sizes.matmul, sizes.matmul, dtype=dtype, device=device)
         seconds = measure_seconds(lambda matrix=matrix: matrix @ matrix, device)
         note("matmul_flops_per_second", name, 2 * sizes.matmul**3 / seconds, "FLOP/s")
-    flops = sdpa_flop_count(sizes.attention, sizes.attention, sizes.attention)  # torch counts masked pairs too
+    # torch counts masked pairs too.
+    flops = sdpa_flop_count(sizes.attention, sizes.attention, sizes.attention)
     for name, dtype in DTYPES.items():
         query = torch.ones(sizes.attention, dtype=dtype, device=device)
 
@@ -157,7 +158,7 @@ def measure_all_gather(device: torch.device, part_bytes: int) -> Figures:
             return dist.all_gather_single(output, part)
 
         seconds.append(measure_seconds(gather, device))
-    sent = [(num - 1) * size for size in (SMALL_BYTES, part_bytes)]  # by a rank in a ring
+    sent = [(num - 1) * size for size in (SMALL_BYTES, part_bytes)]
     latency, rate = fit_line((sent[0], seconds[0]), (sent[1], seconds[1]))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num))
     return {"ranks": num, "ranks_per_node": per_node, "latency_seconds": latency, "bytes_per_second": rate}
@@ -249,7 +250,7 @@ def _time(run: Callable[[], object], device: torch.device) -> float:
     run()
     ended.record()
     ended.synchronize()
-    return begun.elapsed_time(ended) / 1000  # milliseconds
+    return begun.elapsed_time(ended) / 1000
 
 
 def _name_of(device: torch.device) -> str:

@@ -30,14 +30,19 @@ from megabatch.train.parallel.wrap import (
 )
 from megabatch.train.plan.grid import GATHER_ONCE, Choice
 
-MIN_KEPT = 12  # numbers per token and hidden feature that a layer keeps for the backward; measured layers keep 22
-RECOMPUTE_FLOPS, PLAIN_FLOPS = 6, 4  # per token and parameter, with and without a second forward
-GRADIENT_FLOPS = 2  # per token and trained parameter
-CUT_BYTES, RECOMPUTED_CUT_BYTES = 8, 3  # times the stream that a layer under tp sends in rings, and a second forward
-CUT_CALLS, WHOLE_CALLS = 12, 4  # collectives of a layer under tp, with the stream cut or whole
-COPIES = 4  # times that what FSDP2 gathers is read or written in memory: the buffer, and the weights out of it
-GPIPE, ONE_EACH = "GPipe", "1F1B"  # schedules of one stage on each rank
-MIN_CHUNK = 2**22  # logits that `losses.next_token` computes at once, at least
+# Numbers per token and hidden feature that a layer keeps for the backward; measured layers keep 22.
+MIN_KEPT = 12
+# FLOP per token and parameter, with and without a second forward.
+RECOMPUTE_FLOPS, PLAIN_FLOPS = 6, 4
+GRADIENT_FLOPS = 2
+# A layer under tp sends this many times the stream in rings, and in a second forward.
+CUT_BYTES, RECOMPUTED_CUT_BYTES = 8, 3
+# Collectives of a layer under tp, with the stream cut or whole.
+CUT_CALLS, WHOLE_CALLS = 12, 4
+# What FSDP2 gathers is read or written so many times: the buffer, and the weights out of it.
+COPIES = 4
+GPIPE, ONE_EACH = "GPipe", "1F1B"
+MIN_CHUNK = 2**22
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class PipelineShare:
         """Microbatches whose simulation tells of any more: the first, those in the middle, the last. None: none do."""
         if self.per_rank > 1 or self.schedule not in (GPIPE, ONE_EACH):
             return None
-        num_early = 1 if self.schedule == GPIPE else self.num_ranks - self.rank  # forwards before the first backward
+        # Forwards before the first backward.
+        num_early = 1 if self.schedule == GPIPE else self.num_ranks - self.rank
         return max(num_early + 3, self.num_ranks)
 
     def num_held(self, num_microbatches: int) -> float:
@@ -198,7 +204,7 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
     layers = [_count_parameters(block) for block in blocks_of(model).values()]
     num_parameters, num_trained = _count_parameters(model)
     in_layers, trained_in_layers = (sum(layer[kind] for layer in layers) for kind in (0, 1))
-    below = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model  # before the first layer
+    below = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
     trains_below = any(parameter.requires_grad for parameter in below.parameters())
     text = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
     num_hidden: int = getattr(text, "hidden_size", 0)
@@ -212,7 +218,8 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         if parameter.requires_grad and isinstance(optimizer, LowBits)
     ]
     num_copies, num_shards = layout.data_degrees("fsdp2" if wrapped in ("fsdp2", "hsdp") else wrapped, world)
-    if wrapped in ("fsdp2", "hsdp"):  # they shard over cp too
+    # FSDP2 shards over cp too.
+    if wrapped in ("fsdp2", "hsdp"):
         num_shards *= layout.cp
     else:
         num_copies *= layout.cp
@@ -330,7 +337,7 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     tokens = -(-choice.micro_batch_size * length_tokens // sizes.num_stretches)
     sent_bytes = sum(_sent_bytes(choice, part) for part in sizes.parts)
     num_embedded = sizes.pipeline.num_embedded if sizes.pipeline is not None else 0
-    num_unused = num_embedded + (0 if sizes.experts is None else sizes.experts.num_idle)  # by a token
+    num_unused = num_embedded + (0 if sizes.experts is None else sizes.experts.num_idle)
     per_token = (RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS) * (sizes.num_parameters - num_unused)
     per_token += GRADIENT_FLOPS * max(0, sizes.num_trained - num_unused)
     flops = per_token * tokens * choice.num_microbatches * choice.fill
@@ -450,12 +457,12 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     P, T = sizes.num_parameters, sizes.num_trained
     b_c, b_r = sizes.compute_bytes, sizes.reduce_bytes
     accumulates = choice.num_microbatches > 1
-    shard = T / sizes.num_shards * b_r  # of the gradient
+    shard = T / sizes.num_shards * b_r
     base = (P * sizes.parameter_bytes + T * (sizes.wider_bytes + sizes.state_bytes)) / sizes.num_shards
-    base += shard if sizes.wrapped == "ddp" else 0  # in buckets
+    base += shard if sizes.wrapped == "ddp" else 0
     if sizes.offloads:
         base = shard = 0
-    num_whole = sum(part.num_trained for part in sizes.parts)  # of gradients that are not sharded
+    num_whole = sum(part.num_trained for part in sizes.parts)
     held = num_whole * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
     keeps_sums = choice.sync == "replica_last" or (choice.sync == GATHER_ONCE and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
@@ -463,7 +470,8 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     gathered = sum(_most_gathered(choice, part) for part in parts) * b_c
     reducing = sum(part.num_trained_root * b_c + part.num_trained_unit * b_r for part in parts)
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
-    if sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
+    # A few parameters at a time: weights and gradients in float32, and foreach's temporaries.
+    if sizes.num_widened:
         step = base + shard + sizes.num_widened * torch.float32.itemsize * (2 if choice.fused else 3)
     else:
         step = base + shard + (0 if choice.fused else shard)
@@ -480,14 +488,17 @@ def _most_gathered(choice: Choice, sizes: ModelSizes) -> float:
 def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     """Return the bytes that layers keep for the backward, and those of a chunk's logits and gradient in float32."""
     features = tokens * sizes.num_hidden * sizes.compute_bytes / (sizes.num_cut if sizes.cuts_stream else 1)
-    share = MIN_KEPT if sizes.num_trained == sizes.num_parameters else MIN_KEPT // 2  # frozen matrices keep nothing
-    cut = 1 if sizes.cuts_stream else sizes.num_cut  # what matrices keep is cut in any case
+    # Frozen matrices keep nothing.
+    share = MIN_KEPT if sizes.num_trained == sizes.num_parameters else MIN_KEPT // 2
+    # What matrices keep is cut in any case.
+    cut = 1 if sizes.cuts_stream else sizes.num_cut
     layer_bytes = features if choice.recompute else share / cut * features
     logits = 2 * 4 * min(tokens, sizes.num_logit_tokens) * sizes.num_vocabulary
     num_bytes = sizes.num_kept * layer_bytes + logits / (sizes.num_cut if sizes.cuts_logits else 1)
     if sizes.pipeline is None:
         return num_bytes
-    received = choice.num_microbatches * tokens * sizes.num_hidden * sizes.compute_bytes  # all have buffers
+    # All microbatches have buffers.
+    received = choice.num_microbatches * tokens * sizes.num_hidden * sizes.compute_bytes
     return num_bytes + (sizes.pipeline.num_held(choice.num_microbatches) - 1) * sizes.num_kept * layer_bytes + received
 
 

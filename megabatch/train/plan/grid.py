@@ -16,15 +16,18 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.parallel.pipeline_stages import filled_up, per_rank
 
 GATHER_ONCE = "gather_once"
-FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")  # torch's other optimizers are fused on CPUs only
-SYNCS = {  # wrapping → policies, without those that send more and save nothing
+# torch's other optimizers are fused on CPUs only.
+FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")
+# Policies that send more and save nothing are left out.
+SYNCS = {
     "plain": ("last",),
     "ddp": ("last",),
     "replicate": ("last",),
     "fsdp2": ("every", "last", GATHER_ONCE),
     "hsdp": ("replica_last", "last", GATHER_ONCE),
 }
-WRAPPERS_OWN = ("every", "replica_last")  # policies that keep the least
+# These policies keep the least.
+WRAPPERS_OWN = ("every", "replica_last")
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class UpdateLengths:
 
     def balance(self, limit: Limit, dp_degree: int) -> Balance:
         """Return how evenly an update is dealt over the data ranks."""
-        updates: list[list[int]] = []  # computed tokens of each rank
+        updates: list[list[int]] = []
         for lengths in self.updates:
             ranks = self._deal(lengths, limit, dp_degree)
             updates.append([rank.num_tokens if self.one_row else rank.padded_tokens for rank in ranks])
@@ -219,7 +222,8 @@ class Grid:
             limits.items(), self.syncs, self.reshards, self.recomputes
         ):
             num, fill, num_together, bubbles = split
-            sync = self.syncs[0] if num == 1 else sync  # a single microbatch is reduced at its end anyway
+            # A single microbatch is reduced at its end anyway.
+            sync = self.syncs[0] if num == 1 else sync
             reshard = reshard and sync != GATHER_ONCE
             choices.append(
                 Choice(size, num, sync, reshard, recompute, self.fused, fill, num_together, bubbles, limit.tokens)

@@ -15,9 +15,10 @@ from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.simulation import Outlines, Simulator, build_simulator, find_longest_sample
 from megabatch.train.runtime.console import Console
 
-NODES_FACTOR = 4  # from one number of nodes with a copy of the model to the next
-MAX_STAGES = 8  # ranks of a pipeline
-MIN_STRETCH_TOKENS = 4096  # of a sequence that is cut over ranks: a shorter one sends much and computes little
+NODES_FACTOR = 4
+MAX_STAGES = 8
+# A shorter stretch sends much and computes little.
+MIN_STRETCH_TOKENS = 4096
 
 
 def build_layouts(config: Config, request: PlanRequest, console: Console) -> tuple[list[Simulator], list[str]]:

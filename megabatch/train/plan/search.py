@@ -21,12 +21,15 @@ from megabatch.train.plan.simulation import Simulator
 YES, TIGHT, NO = "yes", "tight", "no"
 FITS = (YES, TIGHT, NO)
 SIMULATION, CLOSED_FORM = "simulation", "closed form"
-CERTAIN = 0.93  # of an estimated peak: the estimate errs by less
-GROWN = 0.85  # of the activations of a larger microbatch, by those of a smaller one
-NEAR, FAR = 0.9, 0.8  # of a calibrated time, by a choice with the same recomputation or by another: it errs by less
-NEEDED = 0.9  # of calibrated memory
-MAX_SIMULATIONS = 12  # once something fits
-PIPELINE_WEIGHT = 3  # of a simulation of both ends of a pipeline, among these
+# Of an estimated peak: the estimate errs by less.
+CERTAIN = 0.93
+# Of the activations of a larger microbatch, by those of a smaller one.
+GROWN = 0.85
+# Of a time calibrated by a choice with the same recomputation, or by another: it errs by less.
+NEAR, FAR = 0.9, 0.8
+NEEDED = 0.9
+MAX_SIMULATIONS = 12
+PIPELINE_WEIGHT = 3
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -240,7 +243,8 @@ class _Search:
             for candidate in self.candidates
             if candidate not in self.rows and self._least_bytes(candidate) <= self._limit_bytes
         ]
-        if not self.rows:  # a small microbatch with its activations says most of the others
+        # A small microbatch with its activations says most of the others.
+        if not self.rows:
             return min(is_open, key=_smallest_first, default=None)
         if best is not None:
             is_open = [opening for opening in is_open if self._may_win(opening, best)]
@@ -278,7 +282,8 @@ class _Search:
     def _is_faster(self, candidate: _Candidate, near: _Candidate, best: _Candidate) -> bool:
         simulator = candidate.simulator
         fitting = [rival for rival, row in self.rows.items() if row.fits == YES and rival.simulator is simulator]
-        is_pipeline = bool(simulator.ends)  # which fewer microbatches leave idle for longer
+        # Fewer microbatches leave ranks idle for longer.
+        is_pipeline = bool(simulator.ends)
         if not is_pipeline and any(rival.choice.takes_no_longer_than(candidate.choice) for rival in fitting):
             return False
         return self._least_seconds(candidate, near) < self.rows[best].seconds
@@ -309,10 +314,11 @@ class _Search:
     def _seconds(self, candidate: _Candidate, near: _Candidate) -> float:
         """Return the estimated seconds, calibrated by a simulation."""
         work, estimate, near_estimate = self.rows[near].work, candidate.estimate, near.estimate
-        assert work is not None  # of a simulation
+        assert work is not None
         compute = (work.compute - work.compute_of_step) * estimate.compute_seconds / near_estimate.compute_seconds
         microbatches = candidate.choice.num_microbatches / near.choice.num_microbatches
-        forwards = (3 + bool(candidate.choice.recompute)) / (3 + bool(near.choice.recompute))  # a backward is two
+        # A backward is two forwards.
+        forwards = (3 + bool(candidate.choice.recompute)) / (3 + bool(near.choice.recompute))
         layers = candidate.simulator.num_layers / max(1, near.simulator.num_layers) or 1
         host = (work.host - work.host_of_step) * microbatches * forwards * layers
         is_alike = near.simulator is candidate.simulator
@@ -334,7 +340,8 @@ class _Search:
             return int(candidate.estimate.peak_bytes * row.reserved_bytes / near.estimate.peak_bytes)
         if (choice.recompute or near.choice.recompute) and choice.micro_batch_size >= near.choice.micro_batch_size:
             return row.reserved_bytes + candidate.estimate.peak_bytes - near.estimate.peak_bytes
-        alike = replace(choice, micro_batch_size=near.choice.micro_batch_size)  # grows as the simulated activations do
+        # Memory grows as the simulated activations do.
+        alike = replace(choice, micro_batch_size=near.choice.micro_batch_size)
         estimate = simulator.estimate(alike)
         more = choice.micro_batch_size / near.choice.micro_batch_size - 1
         more *= simulator.num_held(choice) / simulator.num_held(near.choice)
@@ -380,8 +387,10 @@ def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:
     """
     if row.by != SIMULATION or not choice.needs_as_much_as(row.choice):
         return 0
-    is_other_sync = choice.sync != row.choice.sync  # whose gradients are reduced at other times
-    is_between = choice.num_microbatches == 1 < row.choice.num_microbatches  # microbatches: gradients are kept
+    # Gradients are reduced at other times.
+    is_other_sync = choice.sync != row.choice.sync
+    # Between microbatches gradients are kept.
+    is_between = choice.num_microbatches == 1 < row.choice.num_microbatches
     names = ("gradients", "unsharded gradients") if is_other_sync or is_between else ()
     fixed = sum(row.at_peak.get(name, 0) for name in (*names, *["communication"] * is_other_sync))
     more = choice.micro_batch_size / row.choice.micro_batch_size - 1

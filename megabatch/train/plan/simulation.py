@@ -76,13 +76,14 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import in_place_of, load_function
 from megabatch.train.runtime.ranks import CPU, Ranks
 
-Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
-DATA_DEPENDENT = "DataDependentOutputException"  # raised by fake tensors
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+DATA_DEPENDENT = "DataDependentOutputException"
 ALONE = Ranks(0, 1, CPU)
-NUM_UPDATES = 4  # of the data, whose lengths stand for all
-MAX_PERIOD = 8  # layers of different kinds that take turns
-MIN_BLOCKS = 3  # of a shallow model: the first and the last layer are gathered at other times than those between
-MIN_SPARED = 1.25  # layers for each one that is simulated
+NUM_UPDATES = 4
+MAX_PERIOD = 8
+# The first and the last layer are gathered at other times than those between.
+MIN_BLOCKS = 3
+MIN_SPARED = 1.25
 
 
 def build_simulator(
@@ -127,11 +128,12 @@ def build_simulator(
         ends = [find_end(simulator, outlines, layout, wrapped, rank) for rank in (0, layout.pp - 1)]
         return replace(simulator, ends=ends)
     if layout.ep > 1:
-        from megabatch.train.parallel.expert_ranks import EVEN, check_experts_of  # not every transformers has it
+        from megabatch.train.parallel.expert_ranks import EVEN, check_experts_of
 
         check_experts_of(model, layout.ep)
         simulator = replace(simulator, divide=partial(divide, exchange=EVEN))
-    repeats = None if wrapper.name == "ddp" else find_repeats(model)  # whose buckets do not end with layers
+    # DDP's buckets do not end with layers.
+    repeats = None if wrapper.name == "ddp" else find_repeats(model)
     return replace(simulator, repeats=repeats)
 
 
@@ -293,7 +295,8 @@ class Simulator:
     def _simulate_layers(self, choice: Choice, end: PipelineEnd | None, num_layers: int | None = None) -> Simulated:
         """Simulate the first layers of the model, or of a stage; None: all of them."""
         config = _with_choice(self.config, choice, self.device)
-        averages: list[Average] = []  # alive during the update
+        # Averages stay alive during the update.
+        averages: list[Average] = []
         num_ranks = self.num_ranks
         rank = 0 if end is None else end.rank * num_ranks // config.parallel.pp
         stages: list[Stages] = []
@@ -309,7 +312,8 @@ class Simulator:
             return self._build_pipeline(config, stages[0], cast(DeviceMesh, mesh))
 
         def make_optimizer(model: nn.Module) -> Optimizer:
-            base = stages[0].model if stages else model  # whose parameters have the names of the whole model
+            # Its parameters have the names of the whole model.
+            base = stages[0].model if stages else model
             if config.optim.ema_decay is not None:
                 averages.append(Average(base, config.optim.ema_decay))
             return _build_optimizer(config.optim, base)
@@ -355,7 +359,7 @@ class Simulator:
             attend_over(cast(PreTrainedModel, model), AttentionCost(mesh.get_group("cp")))
         prepare(model, config.model)
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
-            assert mesh is not None  # these have axes
+            assert mesh is not None
             self.divide(model, config, self.wrapper, mesh, None)
         unused = config.model.function is not None
         return Replica(model, find_unused_parameters=unused) if self.wrapper.name == "ddp" else model
@@ -366,7 +370,8 @@ class Simulator:
         prepare(model, config.model)
         stages = self.cut(model, config, ranks)
         if num_layers is not None:
-            layers = stages.model.get_submodule(_stack_of(stages.model))  # under their numbers in the whole model
+            # The layers have their numbers in the whole model.
+            layers = stages.model.get_submodule(_stack_of(stages.model))
             for name in [name for name, _ in layers.named_children()][num_layers:]:
                 delattr(layers, name)
             (part,) = stages.parts
@@ -412,8 +417,10 @@ def find_end(simulator: Simulator, outlines: Outlines, layout: Layout, wrapped: 
     if not any(part.is_last for part in stages.parts):
         sizes = replace(sizes, num_vocabulary=0)
     if rank:
-        sizes = replace(sizes, num_kept=sizes.num_layers)  # what comes from another stage carries a gradient
-    has_one = len(stages.parts) == 1  # stages of a rank may differ by a layer
+        # What comes from another stage carries a gradient.
+        sizes = replace(sizes, num_kept=sizes.num_layers)
+    # Stages of a rank may differ by a layer.
+    has_one = len(stages.parts) == 1
     repeats = find_repeats(stages.model) if has_one and simulator.wrapper.name != "ddp" else None
     return PipelineEnd(rank, replace(sizes, pipeline=share), repeats)
 
@@ -501,7 +508,8 @@ def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
     is_open = config.optim.function is None and config.optim.name != "Muon" and not {"foreach", "fused"} & set(options)
     # torch steps experts and other weights, which lie on two meshes, one by one.
     if not device.is_cpu and is_open and config.parallel.ep == 1:
-        options = {**options, "fused" if choice.fused else "foreach": True}  # torch's default depends on the device
+        # torch's default depends on the device.
+        options = {**options, "fused" if choice.fused else "foreach": True}
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
@@ -600,7 +608,8 @@ def _in_row(sample: LongestSample, config: Config) -> LongestSample:
     """Return the sample as `OneRow` collates it, if the recipe asks for that."""
     if not config.update.one_row:
         return sample
-    fill = {"attention_mask": torch.ones}  # a mask of zeros would hide everything
+    # A mask of zeros would hide everything.
+    fill = {"attention_mask": torch.ones}
     tensors = {name: fill.get(name, torch.zeros)(shape, dtype=dtype) for name, (shape, dtype) in sample.fields.items()}
     fields = {name: (tuple(value.shape[1:]), value.dtype) for name, value in OneRow()([tensors]).items()}
     return LongestSample(fields, sample.length_tokens, sample.source, one_row=True)

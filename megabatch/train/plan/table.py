@@ -28,22 +28,22 @@ from megabatch.train.plan.search import MAX_SIMULATIONS, NO, SIMULATION, TIGHT, 
 from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.runtime.console import Console
 
-DAY = 24 * 3600.0  # seconds
-Keys = dict[str, dict[str, Any]]  # section → key → value
-WIDTH = 160  # without a terminal
-MOST_WIDTH = 1000  # of a table, whose longest line is measured
-MAX_ROWS = 16  # that fit; --json has all
+DAY = 24 * 3600.0
+Keys = dict[str, dict[str, Any]]
+WIDTH = 160
+MOST_WIDTH = 1000
+MAX_ROWS = 16
 MAX_LAYOUT_ROWS = 10
-MAX_TOO_LARGE = 6  # rows that do not fit, the nearest ones
+MAX_TOO_LARGE = 6
 STYLES = {YES: "green", TIGHT: "yellow", NO: "red"}
-GROUPS = {  # column → categories
+GROUPS = {
     "states": ("parameters", "buffers", "optimizer states"),
     "gradients": ("gradients", "unsharded gradients"),
     "gathered": ("unsharded parameters", "communication"),
     "activations": ("activations", "temporaries"),
 }
 LEFT = ("layout", "fits", "sync", "bound by")
-RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", "megabatch")  # HOST: one of them
+RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", "megabatch")
 
 
 def plan_recipe(recipe: Path, request: PlanRequest) -> list[PlanRow]:
@@ -279,7 +279,7 @@ def _why_not(row: PlanRow, best: PlanRow) -> str:
         return row.why
     slower = row.seconds / best.seconds - 1
     here, there = gb_text(row.sent_bytes), gb_text(best.sent_bytes)
-    if slower < 0:  # see sort_rows
+    if slower < 0:
         return f"{here} sent instead of {there}"
     if slower >= 0.001:
         about = "" if row.by == SIMULATION else "about "

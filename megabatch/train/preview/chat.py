@@ -25,7 +25,7 @@ from megabatch.train.data.encode import Tokens
 from megabatch.train.model.architecture import load_tokenizer, read_tokenizer, silence
 from megabatch.train.runtime.console import print_line, printable
 
-NEW = "/new"  # forgets the conversation
+NEW = "/new"
 Message = dict[str, str]
 
 
@@ -123,7 +123,7 @@ def model_of_export(folder: Path) -> tuple[Any, Any, bool]:
     try:
         with silence():
             model = cast(Any, AutoModelForCausalLM).from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever its files make transformers raise
+    except Exception as error:
         raise MegabatchError(
             f"{folder} holds no causal language model ({in_one_line(error)}); give a run, or an export of one"
         ) from None
@@ -143,7 +143,7 @@ def prompt_ids(tokenizer: Any, messages: list[Message], *, is_chat: bool) -> lis
         return [*tokens.front.tolist(), *tokens.ids_of([messages[-1]["content"]])[0].tolist()]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program, and raises what it likes
+    except Exception as error:
         raise MegabatchError(f"the chat template refuses the text ({in_one_line(error)}); add --mode text") from None
     return tokens.ids_of([text])[0].tolist()
 

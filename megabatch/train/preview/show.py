@@ -20,11 +20,11 @@ from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.runtime.console import Console, count, print_line, printable
 from megabatch.train.runtime.ranks import Ranks
 
-NUM_SHOWN = 3  # samples of each source
-NUM_READ = 1000  # samples of each source of which the left out ones are counted
-MOST_TOKENS = 600  # of a sample that are printed
+NUM_SHOWN = 3
+NUM_READ = 1000
+MOST_TOKENS = 600
 MARKS = ("\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}")
-COLORS = ("\x1b[32m", "\x1b[0m")  # on a terminal
+COLORS = ("\x1b[32m", "\x1b[0m")
 IDS = "input_ids"
 
 
@@ -44,7 +44,8 @@ def show_recipe(config: Config) -> None:
             show_own_sample(f"sample {index}", samples.at(index), tokenizer, marks, config.data.options.get("labels"))
     else:
         print_line(legend)
-    is_shifted = config.loss.function == LossConfig().function  # the first token is no target of next_token
+    # The first token is no target of next_token.
+    is_shifted = config.loss.function == LossConfig().function
     for key, source in named_sources(config).items():
         skipped = Skipped()
         named = samples_of(source, key, config.data, tokenizer, skipped)

@@ -26,11 +26,13 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import check_own_path, flat, read_file, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}  # tracker and its module -> its package
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 TENSORBOARD = "tensorboard"
-SECONDS_TO_ANSWER = 20.0  # of wandb's service, when a run begins there and when it ends
-SECONDS_TO_LOG_IN = 1.0  # wandb asks nobody for a key in the middle of a run
-MAX_CHARACTERS, PARAMETERS_AT_ONCE = 500, 100  # of an MLflow parameter, and of a call: its stores take at least these
+SECONDS_TO_ANSWER = 20.0
+# wandb asks nobody for a key in the middle of a run.
+SECONDS_TO_LOG_IN = 1.0
+# An MLflow store takes at least these, of a parameter and of a call.
+MAX_CHARACTERS, PARAMETERS_AT_ONCE = 500, 100
 
 
 class Logger(Protocol):
@@ -98,7 +100,8 @@ class OptionalLogger:
     def _left_out_on_failure(self) -> Generator[None, None, None]:
         try:
             yield
-        except Exception as error:  # of a library that is not ours: whatever it is, the run continues
+        except Exception as error:
+            # The library is not ours: whatever it raises, the run continues.
             self._logger, self._has_failed = None, True
             self._console.warn(f"{self._name} is left out ({in_one_line(error)}); the run continues without it")
 
@@ -172,7 +175,8 @@ class Trackio(Tracker):
 
     def _open(self, config: Config) -> str:
         name = self._saved or f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        with redirect_stdout(io.StringIO()):  # which a progress bar may have
+        # A progress bar may hold stdout.
+        with redirect_stdout(io.StringIO()):
             self._module.init(
                 project=config.tracking.project, name=name, config=mask(config.model_dump(mode="json")),
                 resume="allow" if self._saved else "never", embed=False, auto_log_cpu=False, auto_log_gpu=False,
@@ -188,7 +192,7 @@ class Mlflow(Tracker):
     """MLflow keeps every number, so that no step is logged twice."""
 
     def _open(self, config: Config) -> str:
-        self._last_steps: dict[str, int] = {}  # of each tag, that MLflow has from earlier starts
+        self._last_steps: dict[str, int] = {}
         self._module.set_experiment(config.tracking.project)
         self._id = str(self._module.start_run(run_id=self._saved, run_name=self._name).info.run_id)
         table = {} if self._saved else dict(flat(mask(config.model_dump(mode="json"))))
@@ -208,7 +212,7 @@ class Mlflow(Tracker):
     def _last_step(self, tag: str) -> int:
         if self._saved and tag not in self._last_steps:
             history = self._module.MlflowClient().get_metric_history(self._id, tag)
-            self._last_steps[tag] = max((each.step for each in history), default=-1)
+            self._last_steps[tag] = max((metric.step for metric in history), default=-1)
         return self._last_steps.get(tag, -1)
 
 
@@ -220,7 +224,7 @@ OPENERS: dict[str, Callable[[Config, int], Logger]] = {
 def read_ids(path: Path) -> dict[str, str]:
     """Return the run's id at each tracker; none where the file is missing or damaged: then it is a new run there."""
     try:
-        found = json.loads(read_file(path))
+        ids = json.loads(read_file(path))
     except (OSError, ValueError):
         return {}
-    return cast(dict[str, str], found) if isinstance(found, dict) else {}
+    return cast(dict[str, str], ids) if isinstance(ids, dict) else {}

@@ -35,7 +35,7 @@ class Metrics(Callback):
         context.exits.push(self._close)
         self._num_devices, self._lr, self._hash = context.ranks.size, 0.0, run_hash(context)
         self._utilization = context.model.utilization
-        self._began = time.perf_counter()  # or as much earlier as earlier starts have trained
+        self._began = time.perf_counter()
 
     def start(self, context: RunContext) -> None:
         """Go on counting seconds, and show the rows of the step again: a logger drops what it has from there on."""
@@ -52,7 +52,7 @@ class Metrics(Callback):
     def after_update(self, context: RunContext) -> None:
         """Make the row, together with the columns that other callbacks have added. Collective."""
         context.row = self._row(context) | context.row
-        if "skipped_samples" in context.row:  # of an update that was not finite
+        if "skipped_samples" in context.row:
             context.row = without_nan(context.row)
         self._file.append(context.row)
         context.console.update(context.row)
@@ -75,7 +75,8 @@ class Metrics(Callback):
         assert update is not None
         sums = gather_sums(plan, context.ranks)
         if context.shared is not None:
-            sums = sums._replace(predicted=())  # by ranks of one replica
+            # These are by ranks of one replica.
+            sums = sums._replace(predicted=())
         row = update_row(update, context.values, sums, now - context.started, counts_tokens=self._counts_tokens)
         row |= self._speed(row, self._num_devices * context.row.get("num_replicas", 1))
         epoch = {} if context.epoch is None else {"epoch": context.epoch}
@@ -120,14 +121,15 @@ def source_of(name: str) -> str:
     path = getattr(module, "__file__", None)
     if path is None:
         return ""
-    if not Path(path).is_file():  # inside of a zip, from which its loader reads
+    # Its loader reads from inside of a zip.
+    if not Path(path).is_file():
         return "".join(linecache.getlines(path, vars(module)))
     return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def without_nan(row: Mapping[str, Any]) -> Row:
     """Return a row with None for NaN and infinity, which a loss may be and JSON does not have."""
-    return {key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in row.items()}
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 class MetricsFile(JsonlFile):
@@ -138,7 +140,7 @@ class MetricsFile(JsonlFile):
     def __init__(self, folder: Path, *, enabled: bool, eval_every: int | None, loggers: Sequence[Logger] = ()) -> None:
         super().__init__(folder / METRICS, enabled=enabled)
         self._eval_every, self._loggers = eval_every, loggers
-        self._hidden: list[Row] = []  # rows that loggers do not have yet
+        self._hidden: list[Row] = []
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
@@ -226,7 +228,8 @@ def update_row(update: Update, values: Mapping[str, float], sums: Sums, seconds:
     """
     row: Row = {"loss": values["loss"] if values["weight"] else None, "grad_norm": values.get("grad_norm")}
     terms = {key: value for key, value in values.items() if key.startswith("loss_")}
-    row |= {key: None if math.isnan(value) else value for key, value in terms.items()}  # 0 / 0: one without weight
+    # 0 / 0 is a term without weight.
+    row |= {key: None if math.isnan(value) else value for key, value in terms.items()}
     row["weight"] = values["weight"]
     row["num_samples"], row["num_microbatches"] = update.num_samples, update.num_microbatches
     if sums.num_split:
@@ -248,7 +251,8 @@ def memory_gib(device: torch.device) -> float:
     """Return the most memory that this rank has used: allocated on its GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
+    # macOS counts bytes, Linux KiB.
+    unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 

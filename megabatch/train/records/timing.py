@@ -29,19 +29,21 @@ from megabatch.train.runtime.files import TIMELINE, JsonlFile, check_own_path, r
 from megabatch.train.runtime.plugins import in_place_of
 from megabatch.train.runtime.ranks import Ranks
 
-RECORDED = 3  # update of a start: the first two allocate optimizer states and measure memory
-MOST_RANKS, MOST_MICROBATCHES = 64, 256  # that are told apart
+# The first two updates allocate optimizer states and measure memory.
+RECORDED = 3
+MOST_RANKS, MOST_MICROBATCHES = 64, 256
 IDLE, FORWARD, BACKWARD, REDUCE, STEP = "idle", "forward", "backward", "reduce", "step"
-DUMMY, REST, END = "dummy microbatch", "rest", "end"  # REST: microbatches beyond those that are told apart
+DUMMY, REST, END = "dummy microbatch", "rest", "end"
 
-WINDOW, SLOW_IN = 10, 8  # updates that are looked back at, and in how many of them a rank is slow that is spoken of
-SLOW = 1.3  # times the mean of the ranks, and times what their samples explain
-MOST_LINES = 8  # of ranks that are found at once
+# A rank is slow that was slow in so many of the last updates.
+WINDOW, SLOW_IN = 10, 8
+SLOW = 1.3
+MOST_LINES = 8
 
-LOOKED_AT = 5  # updates of a start whose reading is timed
-MUCH_READING, LEAST_READING = 0.05, 0.01  # share of their time, and seconds of each, above which a run warns
+LOOKED_AT = 5
+MUCH_READING, LEAST_READING = 0.05, 0.01
 
-NUM_OPERATIONS = 30  # in a profiler's table, the longest first
+NUM_OPERATIONS = 30
 
 
 def now(device: torch.device) -> Any:
@@ -62,7 +64,8 @@ def call_around_backward(returned: Any, begins: Callable[[], object] | None, end
     def begin(_: Tensor) -> None:
         if begins is not None:
             begins()
-        cast(Any, Variable)._execution_engine.queue_callback(ends)  # before what a wrapper asks for later
+        # Before what a wrapper asks for later.
+        cast(Any, Variable)._execution_engine.queue_callback(ends)
 
     total.register_hook(begin)
 
@@ -89,7 +92,9 @@ class Timeline(Callback):
         self._num_updates += 1
         if self._num_updates == RECORDED:
             recording = Recording(context, self._file)
-            context.callbacks = Callbacks([recording if each is self else each for each in context.callbacks.all])
+            context.callbacks = Callbacks(
+                [recording if callback is self else callback for callback in context.callbacks.all]
+            )
 
 
 class Recording(Callback):
@@ -99,7 +104,7 @@ class Recording(Callback):
         context.ranks.barrier()
         self._file, self._learner, self._loss_fn = file, context.learner, context.loss_fn
         self._device, self._num_microbatches = context.ranks.device, 0
-        self._marks: list[tuple[str, Any]] = []  # what begins, and when
+        self._marks: list[tuple[str, Any]] = []
         optimizer = context.learner.optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._marking(STEP)),
@@ -120,10 +125,10 @@ class Recording(Callback):
             hook.remove()
         ranks, plan = context.ranks, context.plan
         spans = self._spans(plan, ranks) if ranks.rank < MOST_RANKS else None
-        told = [each for each in ranks.gather(spans) if each is not None]
+        announced = [span for span in ranks.gather(spans) if span is not None]
         if context.values["finite"] and "skipped_samples" not in context.row:
             row = {"step": context.step, "device": ranks.device.type, "num_ranks": ranks.size, "sync": plan.sync}
-            self._file.append({**row, "ranks": told})
+            self._file.append({**row, "ranks": announced})
 
     def _mark(self, kind: str) -> None:
         """Mark that something begins now: on a GPU, when it gets to what was asked of it so far."""
@@ -150,7 +155,7 @@ class Recording(Callback):
 
     def _spans(self, plan: Plan, ranks: Ranks) -> dict[str, Any]:
         """Return the kinds, and milliseconds at which each begins and the last one ends. Waits for the device."""
-        kinds, times = [kind for kind, _ in self._marks[:-1]], [each for _, each in self._marks]
+        kinds, times = [kind for kind, _ in self._marks[:-1]], [mark for _, mark in self._marks]
         if self._device.type == "cuda":
             times[-1].synchronize()
             starts_ms = [float(times[0].elapsed_time(time_)) for time_ in times]
@@ -158,7 +163,7 @@ class Recording(Callback):
             starts_ms = [1000 * (time_ - times[0]) for time_ in times]
         if ranks.size > 1:
             kinds = name_reductions(kinds, with_each=plan.sync != "last")
-        return {"kinds": kinds, "ms": [round(each, 4) for each in starts_ms]}
+        return {"kinds": kinds, "ms": [round(start, 4) for start in starts_ms]}
 
 
 def name_reductions(kinds: Sequence[str], *, with_each: bool) -> list[str]:
@@ -176,7 +181,7 @@ class LoadingCheck(Callback):
 
     def __init__(self, updates: Updates) -> None:
         self._most_workers, self._num_updates = updates.max_workers, 0
-        self._read = self._all = 0.0  # seconds
+        self._read = self._all = 0.0
 
     def after_update(self, context: RunContext) -> None:
         """Add up the seconds, but for those of the first update, which also makes what stays; then leave."""
@@ -200,7 +205,7 @@ class RankTiming(Callback):
     def __init__(self, context: RunContext) -> None:
         self._learner, self._ranks = context.learner, context.ranks
         self._spans, self._loss_fn = Spans(context.ranks.device), context.loss_fn
-        self._plan: Plan | None = None  # of the call whose span is the last one
+        self._plan: Plan | None = None
         self._slow_ranks = SlowRanks(context.ranks)
         context.loss_fn = in_place_of(self._loss_fn, self._compute_loss)
 
@@ -210,7 +215,7 @@ class RankTiming(Callback):
         cost = context.updates.dealing.cost or CostModel() if context.config.update.cost == "measure" else None
         ranks, seconds = self._ranks, [self._spans.take(), predict_seconds(context.plan, cost)]
         self._plan = None
-        numbers = ranks.sum_of_data([number for each in seconds for number in at_its_place(each, ranks)])
+        numbers = ranks.sum_of_data([number for part in seconds for number in at_its_place(part, ranks)])
         measured, predicted = numbers[: ranks.dp_degree], numbers[ranks.dp_degree :]
         context.rank_seconds = measured, predicted
         if len(measured) > 1 and all(measured):
@@ -223,12 +228,14 @@ class RankTiming(Callback):
     def _compute_loss(self, model: Any, microbatch: Any, **divisor: Any) -> Any:
         """Compute the loss, in a span that ends with its backward."""
         gradient = self._learner.gradient
-        if gradient.open_update is None:  # a measurement for the microbatch limit belongs to no update
+        # A measurement for the microbatch limit belongs to no update.
+        if gradient.open_update is None:
             return self._loss_fn(model, microbatch, **divisor)
         plan, before = gradient.last_plan, self._plan
         self._plan = plan
         if plan is None or plan is not before or plan.sync != "last":
-            self._spans.begin()  # of its own, unless the microbatch before it in its call was not reduced
+            # A span of its own, unless the microbatch before it in its call was not reduced.
+            self._spans.begin()
         returned = self._loss_fn(model, microbatch, **divisor)
         call_around_backward(returned, None, self._spans.end)
         return returned
@@ -239,7 +246,7 @@ class Spans:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []  # from, to
+        self._spans: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
         """Begin a span, which has no length until it ends."""
@@ -249,7 +256,8 @@ class Spans:
         """End the last span here, unless it ends later."""
         start, end = self._spans[-1]
         if self._is_cuda and end is not None:
-            end.record()  # once more, in place of a new event for each microbatch
+            # Recorded once more, in place of a new event for each microbatch.
+            end.record()
         else:
             self._spans[-1] = (start, now(self._device))
 
@@ -266,13 +274,13 @@ class SlowRanks:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._said = ranks, set[int]()
-        self._recent: deque[list[float | None]] = deque(maxlen=WINDOW)  # of each rank, where it was slow, how slow
+        self._recent: deque[list[float | None]] = deque(maxlen=WINDOW)
 
     def add(self, measured: Sequence[float], predicted: Sequence[float]) -> None:
         """Take in the seconds of each rank in an update. A rank whose samples explain its time is not slow."""
         mean, explained = fmean(measured), fmean(predicted) or 1.0
-        times = [(own / mean, expected / explained) for own, expected in zip(measured, predicted, strict=True)]
-        self._recent.append([own if own > SLOW * max(1.0, expected) else None for own, expected in times])
+        times = [(ratio / mean, expected / explained) for ratio, expected in zip(measured, predicted, strict=True)]
+        self._recent.append([ratio if ratio > SLOW * max(1.0, expected) else None for ratio, expected in times])
 
     def warnings(self) -> list[str]:
         """Return a line for each rank that is found slow, once. Collective if there is one."""
@@ -281,7 +289,8 @@ class SlowRanks:
         if not slow:
             return []
         self._said |= set(slow)
-        processes = self._ranks.gather(f"process {os.getpid()} on {socket.gethostname()}")  # all have the same sums
+        # All ranks have the same sums.
+        processes = self._ranks.gather(f"process {os.getpid()} on {socket.gethostname()}")
         when = f"in {SLOW_IN} or more of the last {len(self._recent)} updates"
         return [slow_text(rank, processes[rank], fmean(columns[rank]), when) for rank in slow[:MOST_LINES]]
 
@@ -303,13 +312,14 @@ class Profiler(Callback):
 
     def __init__(self, context: RunContext) -> None:
         self._steps, self._folder = frozenset(context.config.run.profile_steps), context.folder / "profile"
-        self._profile: profile | None = None  # of the update that is made
+        self._profile: profile | None = None
         context.exits.callback(self._stop)
 
     def before_update(self, context: RunContext) -> None:
         """Start to record, if the update is one of those asked for."""
         if context.step + 1 in self._steps:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read at the first profile; below, stderr has a line each
+            # Read at the first profile; below 6, stderr has a line each.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._profile = profile(activities=[ProfilerActivity.CPU, *gpu])
             self._profile.__enter__()
@@ -318,10 +328,12 @@ class Profiler(Callback):
         """Write what was recorded."""
         if self._profile is not None:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the update's kernels belong to it
+                # The update's kernels belong to it.
+                torch.cuda.synchronize()
             profiled = self._profile
             self._stop()
-            with contextlib.suppress(OSError):  # a full disk: a trace is no reason to end a run
+            # A trace is no reason to end a run on a full disk.
+            with contextlib.suppress(OSError):
                 self._write(profiled, context.step)
 
     def _stop(self) -> None:
@@ -333,7 +345,7 @@ class Profiler(Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
         check_own_path(self._folder)
         beside = self._folder / f"update-{step}.tmp.json.gz"
-        beside.unlink(missing_ok=True)  # of a killed process
+        beside.unlink(missing_ok=True)
         try:
             profiled.export_chrome_trace(str(beside))
             os.replace(beside, self._folder / f"update-{step}.json.gz")

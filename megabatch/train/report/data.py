@@ -35,16 +35,16 @@ FIRST_KEYS = (
     "step", "loss", "grad_norm", "lr", "tokens_per_second", "tokens_per_second_per_device", "mfu", "samples_per_second",
     "memory_gib",
 )  # fmt: skip
-FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; no paths of the machine
-RECENT = 100  # updates from which the time left is estimated
-TAIL_BYTES = 16_384  # of log.txt, in which its end is looked for
-GOES_ON = ("update ", "resumed from ", "nothing was saved yet")  # how lines of the log begin
+FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")
+RECENT = 100
+TAIL_BYTES = 16_384
+GOES_ON = ("update ", "resumed from ", "nothing was saved yet")
 ENDED = ("stopped ", "finished ", "the data ran out")
 FAILED = re.compile(r"stopped by \w+Error\b")
 PLANNED = re.compile(r"(\d+) updates? of ")
 PARAMETERS = re.compile(r"([\d,]+) parameters: (\w+)")
 UTILIZATION = re.compile(r"MFU: (.*)")
-SETTINGS = (("update", "global_batch_size"), ("optim", "lr"), ("optim", "name"))  # of the recipe, on the page
+SETTINGS = (("update", "global_batch_size"), ("optim", "lr"), ("optim", "name"))
 Story = dict[str, Any]
 
 
@@ -161,7 +161,8 @@ def started_at(folder: Path) -> str | None:
 
 def resumes_of(updates: Sequence[Row], starts: Sequence[Row]) -> list[int]:
     """Return the updates after which the run was resumed: those whose next row is the first one of a later start."""
-    dates = [str(row.get("time", "")) for row in updates]  # ISO 8601 in UTC, which sort as text
+    # ISO 8601 dates in UTC sort as text.
+    dates = [str(row.get("time", "")) for row in updates]
     firsts = [bisect_left(dates, start["time_utc"]) for start in starts[1:] if "time_utc" in start]
     return sorted({updates[first]["step"] - 1 for first in firsts if 0 < first < len(dates) and dates[first - 1]})
 

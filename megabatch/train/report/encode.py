@@ -7,10 +7,10 @@ from typing import Any
 from megabatch.errors import MegabatchError
 from megabatch.train.runtime.files import Row
 
-MOST_UPDATES = 20_000  # of a page; of more, every second, third, ... is drawn, and the last one
-MOST_MICROBATCHES = 120_000  # of all cuts of a page; of more, those of every second, third, ... update
+MOST_UPDATES = 20_000
+MOST_MICROBATCHES = 120_000
 MOST_SKIPPED = 500
-DIGITS = 6  # of a number on the page; metrics.jsonl has all of them
+DIGITS = 6
 Column = list[float | int | None]
 
 

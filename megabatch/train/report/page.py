@@ -14,8 +14,8 @@ from megabatch.train.runtime.console import Console, print_line
 
 COMPARISON = "comparison.html"
 RUNNING = "running"
-MOST_LIVE_UPDATES = 4_000  # drawn while a run goes on
-SECONDS_BETWEEN_PAGES = 10.0  # of a run that goes on, at least
+MOST_LIVE_UPDATES = 4_000
+SECONDS_BETWEEN_PAGES = 10.0
 USAGE = "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN ..."
 
 

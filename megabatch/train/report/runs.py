@@ -19,9 +19,9 @@ from megabatch.train.report.data import last_step, plan_of, planned_of, seconds_
 from megabatch.train.runtime.console import duration_text, print_line, printable
 from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, flat, is_evaluation, read_file, read_rows
 
-RUN_FILES = (CONFIG, METRICS, ENVIRONMENT)  # a folder with any of them is a run
-MOST_LEVELS = 3  # of folders in which runs are looked for
-PLACES = ("run.folder", "tracking.name")  # keys that tell runs apart and change nothing in them
+RUN_FILES = (CONFIG, METRICS, ENVIRONMENT)
+MOST_LEVELS = 3
+PLACES = ("run.folder", "tracking.name")
 COMPARABLE = (
     "data.",
     "eval.num_samples",
@@ -32,11 +32,11 @@ COMPARABLE = (
     "model.tokenizer",
     "run.seed",
 )
-LOSS = "loss.function"  # the task of a run
-MOST_CHARACTERS = 24  # of a value in the table
-MOST_NAMED = 8  # keys without a column
-LEAST_KEYS = 3  # that have a column, however narrow the terminal is
-WIDTH = 160  # of a table that goes to no terminal
+LOSS = "loss.function"
+MOST_CHARACTERS = 24
+MOST_NAMED = 8
+LEAST_KEYS = 3
+WIDTH = 160
 DAMAGED = "damaged"
 
 

@@ -30,12 +30,14 @@ from rich.text import Text
 
 from megabatch.train.runtime.files import DISK_FULL, RetryingAppender
 
-CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
-SECONDS_TO_SHOW = 2.0  # what is over sooner is not worth a line
+CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141
+# What is over sooner is not worth a line.
+SECONDS_TO_SHOW = 2.0
 SECONDS_BETWEEN_LINES = 5.0
-MOST_CHARACTERS = 1200  # of a failure's line
-MOST_LINES = 100  # of updates in a run, in the log and where there is no terminal
-SECONDS_BETWEEN_WRITES = 0.25  # of the log, and of the bar: lines of faster updates wait for each other
+MOST_CHARACTERS = 1200
+MOST_LINES = 100
+# Lines of faster updates wait for each other.
+SECONDS_BETWEEN_WRITES = 0.25
 
 
 def printable(text: str) -> str:
@@ -73,17 +75,18 @@ class Console:
 
     def __init__(self, *, enabled: bool, loss_digits: int, is_verbose: bool = False) -> None:
         self._enabled, self._loss_digits, self._is_verbose = enabled, loss_digits, is_verbose
-        self.is_logged = True  # False: another replica logs what all of them say
+        self.is_logged = True
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._is_live = enabled and sys.stdout.isatty() and not self._rich.is_dumb_terminal
         self._progress = Progress(*columns(), console=self._rich, expand=True, disable=not self._is_live)
-        self._lock = threading.RLock()  # a line of progress comes from a thread of its own
-        self._num_live = 0  # blocks that keep the one live display of the terminal up
+        # A line of progress comes from a thread of its own.
+        self._lock = threading.RLock()
+        self._num_live = 0
         self._log, self._next_write = RetryingAppender(None), 0.0
-        self._updates: TaskID | None = None  # the bar
+        self._updates: TaskID | None = None
         self._num_updates: int | None = None
-        self._every: int | None = None  # updates of which one has a line; None: fewer and fewer
-        self._work: Callable[[int], int] = int  # of a number of updates
+        self._every: int | None = None
+        self._work: Callable[[int], int] = int
 
     def say(self, text: str, shown: str | None = None) -> None:
         """Print lines, above the bar if there is one, and log them. ``shown`` is printed in place of the text."""
@@ -185,7 +188,8 @@ class Console:
         if ended.wait(SECONDS_TO_SHOW):
             return
         task = next(task for task in self._progress.tasks if task.id == task_id)
-        with self._live(), suppress(OSError):  # nobody reads any more; the main thread's next line finds that out too
+        # Nobody reads any more; the main thread's next line finds that out too.
+        with self._live(), suppress(OSError):
             self._progress.update(task_id, visible=True)
             has_ended = False
             while not has_ended:
@@ -222,7 +226,8 @@ class Console:
             try:
                 print(text, flush=True)
             except OSError as error:
-                if error.errno not in DISK_FULL:  # the log has the line once there is room
+                # The log gets the line once there is room.
+                if error.errno not in DISK_FULL:
                     raise
 
     def _log_text(self, text: str) -> None:

@@ -29,12 +29,14 @@ from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-FAILURE = "failure"  # key of the store: number of ranks that have seen the run fail
-SECONDS_TO_NOTICE = 3.0  # in which a rank should see by itself that another has failed
-SECONDS_TO_AGREE = 0.5  # in which ranks that fail the same way do so
-SECONDS_BETWEEN_LOOKS = 0.5  # at the other ranks, and at torchrun
-SECONDS_TO_SAVE = 20.0  # without torchrun; a new job waits longer for the run's folder
-SECONDS_TO_LEAVE = 5.0  # torchrun kills the remaining ranks once the first is gone, so all leave together
+FAILURE = "failure"
+SECONDS_TO_NOTICE = 3.0
+SECONDS_TO_AGREE = 0.5
+SECONDS_BETWEEN_LOOKS = 0.5
+# Without torchrun; a new job waits longer for the run's folder.
+SECONDS_TO_SAVE = 20.0
+# torchrun kills the remaining ranks once the first is gone, so all leave together.
+SECONDS_TO_LEAVE = 5.0
 
 
 class StoppedError(KeyboardInterrupt):
@@ -68,18 +70,22 @@ def exit_together() -> Generator[Rendezvous, None, None]:
     except KeyboardInterrupt as error:
         number, folder = (error.number, error.folder) if isinstance(error, StoppedError) else (signal.SIGINT, "")
         fail(rendezvous, interruption_text(number, folder), 128 + number)
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:
+        # `| head` has seen enough.
         claim_failure(rendezvous)
         drop_output()
         raise FailedError(UNREAD) from None
-    except (Exception, SystemExit) as error:  # SystemExit: of a user's function; the other ranks would wait for ever
+    except (Exception, SystemExit) as error:
+        # A user's function may raise SystemExit; the other ranks would wait for ever.
         if line := _file_problem(error):
             fail(rendezvous, f"megabatch: {line}", FAILED)
-        if not claim_failure(rendezvous):  # a collective that lost its peer
+        # A collective lost its peer.
+        if not claim_failure(rendezvous):
             raise FailedError(FAILED) from None
         if rendezvous.store is None:
             raise
-        _print_crash(rendezvous, error)  # now: the way out may take long, or be cut short
+        # Print now: the way out may take long, or be cut short.
+        _print_crash(rendezvous, error)
         raise FailedError(CRASHED) from None
     finally:
         ended.set()
@@ -116,7 +122,7 @@ def _file_problem(error: BaseException) -> str:
 def fail(rendezvous: Rendezvous, line: str, status: int) -> NoReturn:
     """Print why the run fails, unless another rank has, and raise `FailedError`."""
     store = rendezvous.store
-    with contextlib.suppress(RuntimeError):  # the store's process is gone
+    with contextlib.suppress(RuntimeError):
         if store is not None:
             store.add(_failure_key(line), 1)
     if claim_failure(rendezvous):
@@ -133,7 +139,7 @@ def claim_failure(rendezvous: Rendezvous) -> bool:
         return True
     try:
         return rendezvous.store.add(FAILURE, 1) == 1
-    except RuntimeError:  # the store's process is gone
+    except RuntimeError:
         return False
 
 
@@ -145,7 +151,7 @@ def _is_said_by_all(rendezvous: Rendezvous, line: str) -> bool:
     if rendezvous.store is None or not dist.is_initialized():
         return True
     deadline = time.monotonic() + SECONDS_TO_AGREE
-    with contextlib.suppress(RuntimeError):  # the store's process is gone
+    with contextlib.suppress(RuntimeError):
         while (num_same := rendezvous.store.add(_failure_key(line), 0)) < rendezvous.size:
             if time.monotonic() > deadline:
                 return False
@@ -177,7 +183,7 @@ def _leave_with_others(store: Store, ended: threading.Event) -> None:
 
     It may wait in a rendezvous, or in a collective of NCCL, which a lost peer does not break.
     """
-    with contextlib.suppress(RuntimeError):  # the store's process is gone
+    with contextlib.suppress(RuntimeError):
         # A connection serves one call at a time, and the main thread's may take long.
         connection = cast(Any, store).clone()
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
@@ -205,7 +211,7 @@ def _end_with_others(rendezvous: Rendezvous) -> None:
     if rendezvous.store is None:
         return
     deadline = time.monotonic() + SECONDS_TO_LEAVE
-    with contextlib.suppress(RuntimeError):  # the store's process is gone
+    with contextlib.suppress(RuntimeError):
         num_ended = rendezvous.store.add("ended", 1)
         while num_ended < rendezvous.size and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -19,20 +19,22 @@ from typing import Any, cast
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
-METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
+METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"
 SKIPPED = "skipped.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
-CONDITIONS = ("threads", "devices", "cpu_capability", "torch", "torch_build", "cuda")  # of a microbatch's bits
-DIGEST = "sha256"  # key of a sealed table: the digest of everything else in it
-TAIL_BYTES = 2**16  # of a file of rows, which have those of its last update
-UNFINISHED = ".tmp"  # ending of a name until what it names is whole
-UNFINISHED_NAME = re.compile(rf"\..+\.[0-9a-f]{{32}}{re.escape(UNFINISHED)}")  # of `unfinished_name`
+# A microbatch's bits depend on these.
+CONDITIONS = ("threads", "devices", "cpu_capability", "torch", "torch_build", "cuda")
+DIGEST = "sha256"
+TAIL_BYTES = 2**16
+UNFINISHED = ".tmp"
+UNFINISHED_NAME = re.compile(rf"\..+\.[0-9a-f]{{32}}{re.escape(UNFINISHED)}")
 Row = dict[str, Any]
-UNKNOWN: list[Row] = [{}]  # starts of a run whose environment.json is damaged
+UNKNOWN: list[Row] = [{}]
 
-to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each row
+# json.dumps would make an encoder for each row.
+to_json = json.JSONEncoder(allow_nan=False).encode
 
 
 def unfinished_name(path: Path) -> Path:
@@ -53,7 +55,8 @@ def replace_text(path: Path, text: str) -> None:
     try:
         write_synced(temporary, text)
         if path.is_dir() and not path.is_symlink():
-            move_aside(path)  # nothing that a run writes is a folder of this name
+            # Nothing that a run writes is a folder of this name.
+            move_aside(path)
         os.replace(temporary, path)
         sync(path.parent)
     except OSError:
@@ -66,7 +69,8 @@ def new_folder(path: Path) -> Generator[Path]:
     """Yield a folder beside the path, which takes its name at a good end and is gone at any other."""
     unfinished = unfinished_name(path)
     try:
-        unfinished.mkdir(parents=True)  # as readable as the user's umask lets it be
+        # As readable as the user's umask lets it be.
+        unfinished.mkdir(parents=True)
         yield unfinished
         os.replace(unfinished, path)
     finally:
@@ -228,8 +232,8 @@ class RetryingAppender:
     """Append whole pieces to a file. Pieces that find no room wait in memory and go first next time."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path  # None: not known yet, and all waits
-        self.pending: list[str] = []  # pieces for the next `write`
+        self.path = path
+        self.pending: list[str] = []
 
     def write(self) -> None:
         """Write what is pending, if there is room."""
@@ -259,12 +263,12 @@ class RetryingAppender:
 class JsonlFile(RetryingAppender):
     """A file with one JSON object a line, each with the "step" of its update, which only the main rank writes."""
 
-    has_every_update = False  # each update has one row
+    has_every_update = False
 
     def __init__(self, path: Path, *, enabled: bool) -> None:
         super().__init__(path)
         self._file, self.is_enabled = path, enabled
-        self.shared: SharedFolder | None = None  # by replicas, one of which writes the rows that all of them make
+        self.shared: SharedFolder | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
@@ -292,7 +296,8 @@ class JsonlFile(RetryingAppender):
         resumed_rows = [row for row in rows if self.is_kept(row, step)]
         odd = irregular_steps([row["step"] for row in resumed_rows if not is_evaluation(row)], step)
         warnings = [f"{self._file} {odd}"] if odd and self.has_every_update else []
-        if warnings:  # the last of several rows stays
+        # The last of several rows stays.
+        if warnings:
             resumed_rows = [*{(row["step"], row.get("set")): row for row in resumed_rows}.values()]
         if problem:
             aside = move_aside(self._file)

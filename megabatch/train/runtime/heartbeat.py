@@ -30,11 +30,11 @@ from megabatch.train.runtime.files import check_own_path
 from megabatch.train.runtime.rendezvous import SECONDS_TO_ARRIVE, STORE_ERRORS, Rendezvous
 
 MAX_SECONDS, BEATS_PER_DEADLINE = 5.0, 6
-BEGINNING, ENDED = "beginning", "at its end"  # activity before the first update and after the last
-AFTER, COMPILING = "after", "compiling"  # activity that may take any time
-UPDATES_TO_KNOW, UPDATES_TO_KEEP = 5, 101  # of which the median is the time of an update
-LOOKS = 3  # one after the other at which a stuck rank must be in code of its own
-STUCK = "stuck"  # folder of the run with the stacks of ranks that were
+BEGINNING, ENDED = "beginning", "at its end"
+AFTER, COMPILING = "after", "compiling"
+UPDATES_TO_KNOW, UPDATES_TO_KEEP = 5, 101
+LOOKS = 3
+STUCK = "stuck"
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 COMPILERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_dynamo", "_inductor", "_functorch"))
 INSTALLED = (str(Path(torch.__file__).parents[1]), str(Path(os.__file__).parent))
@@ -87,14 +87,14 @@ class Heartbeat:
         folder: Path | None = None,
     ) -> None:
         self._stuck_after, self._folder = stuck_after, folder or Path()
-        self._since = self.made = 0.0  # time.monotonic() when the update began, and when the last one was stepped
-        self._seconds = deque[float](maxlen=UPDATES_TO_KEEP)  # of the last updates
+        self._since = self.made = 0.0
+        self._seconds = deque[float](maxlen=UPDATES_TO_KEEP)
         self._rendezvous, self._within = rendezvous, within_seconds or 0.0
         self._is_used = rendezvous.store is not None and rendezvous.size > 1 and within_seconds is not None
         self._interval = min(MAX_SECONDS, self._within / BEATS_PER_DEADLINE or MAX_SECONDS)
         self._ended = threading.Event()
         self._num_updates, self._doing, self._awaits_samples = 0, BEGINNING, False
-        self._num_answers = 0  # of the store
+        self._num_answers = 0
 
     def wait_for_samples(self, step: int) -> None:
         """Say that this rank waits for the samples of an update."""
@@ -136,7 +136,8 @@ class Heartbeat:
     def _beat(self) -> None:
         """In the thread that talks to the store, which may never answer."""
         with contextlib.suppress(*STORE_ERRORS):
-            store = cast(Any, self._rendezvous.store).clone()  # a connection serves one call at a time
+            # A connection serves one call at a time.
+            store = cast(Any, self._rendezvous.store).clone()
             next_rank = (self._rendezvous.rank + 1) % self._rendezvous.size
             timer, number, processes = StallTimer(self._interval), 0, dict[int, Beat]()
             self._write(store, number, BEGINNING)
@@ -201,7 +202,8 @@ class Heartbeat:
         with contextlib.suppress(OSError, MegabatchError):
             file.parent.mkdir(exist_ok=True)
             check_own_path(file.parent)
-            file.unlink(missing_ok=True)  # of an earlier start
+            # The file is of an earlier start.
+            file.unlink(missing_ok=True)
             with file.open("x") as opened:
                 faulthandler.dump_traceback(opened, all_threads=True)
         beat = Beat(self._rendezvous.rank, 0, self._doing, socket.gethostname(), os.getpid())

@@ -13,7 +13,8 @@ from megabatch.train.runtime.files import read_file, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
 OOM_LIMIT_FILE = "microbatch.json"
-SECONDS_TO_SEE = 90  # in which every host sees a file; NFS clients look again after sixty at most
+# Every host sees a file after so long; NFS clients look again after sixty seconds at most.
+SECONDS_TO_SEE = 90
 
 
 @contextlib.contextmanager
@@ -74,14 +75,17 @@ def lowered_settings(update: UpdateConfig, limit: MicrobatchLimit | None) -> lis
 def _save(folder: Path, limit: MicrobatchLimit | None) -> None:
     if limit is None:
         return
-    with contextlib.suppress(OSError):  # the error or the run matters more
-        folder.mkdir(parents=True, exist_ok=True)  # memory may run out before the run's folder is made
+    # The error or the run matters more.
+    with contextlib.suppress(OSError):
+        # Memory may run out before the run's folder is made.
+        folder.mkdir(parents=True, exist_ok=True)
         lowest = MicrobatchLimit(*map(min, limit, _load(folder / OOM_LIMIT_FILE) or limit))
         replace_text(folder / OOM_LIMIT_FILE, json.dumps(lowest._asdict()) + "\n")
 
 
 def _load(file: Path) -> MicrobatchLimit | None:
-    with contextlib.suppress(OSError, ValueError, TypeError):  # a damaged one is learned again
+    # A damaged limit is learned again.
+    with contextlib.suppress(OSError, ValueError, TypeError):
         limit = MicrobatchLimit(**json.loads(read_file(file)))
         if all(type(number) is int and number > 0 for number in limit):
             return limit

@@ -20,7 +20,7 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.losses import LossFunction, loss_hooks
 
 OURS = str(Path(__file__).parents[2])
-INSTALLED = str(Path(torch.__file__).parents[1])  # among other packages
+INSTALLED = str(Path(torch.__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     place, _, attribute = name.rpartition(":")
     try:
         module = load_file(Path(place)) if place.endswith(".py") else load_module(place)
-    except Exception as error:  # whatever the user's module raises when it is read
+    except Exception as error:
         change = "install it, or mend its name" if isinstance(error, ModuleNotFoundError) else "mend it or its name"
         raise MegabatchError(
             f"{key} is {name!r} and {place} cannot be imported ({in_one_line(error)}); {change}"

@@ -22,14 +22,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megabatch.errors import MegabatchError
 from megabatch.train.runtime.console import print_line
 
-ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets besides RANK
-STORE_ERRORS = (RuntimeError, ValueError)  # raised by a store whose host process is gone
-NUMBER, JOB, ARRIVED, READY = "megabatch: attempts", "megabatch: job", "arrived", "ready"  # keys of the store
-UNNAMED = "none"  # torchrun's rdzv_id by default
-SECONDS_TO_ARRIVE = 1800.0  # torch's default timeout of a process group
-SECONDS_TO_TELL = 60.0  # after which a rank that waits says for whom; again after twice the time
+ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STORE_ERRORS = (RuntimeError, ValueError)
+NUMBER, JOB, ARRIVED, READY = "megabatch: attempts", "megabatch: job", "arrived", "ready"
+UNNAMED = "none"
+# torch's default timeout of a process group.
+SECONDS_TO_ARRIVE = 1800.0
+SECONDS_TO_TELL = 60.0
 SECONDS_BETWEEN_POLLS, MOST_SECONDS_BETWEEN_POLLS = 0.02, 0.5
-MOST_NAMES = 8  # of ranks in a line
+MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def connect(rank: int, size: int) -> Store:
                     use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
                 )
             )  # fmt: skip
-        except Exception as error:  # for the main thread
+        except Exception as error:
             errors.append(error)
 
     threading.Thread(target=construct, name="megabatch-store", daemon=True).start()

@@ -14,15 +14,15 @@ from uuid import uuid4
 RUN, ROWS, CHECKPOINT = range(3)
 ID_BYTES = 32
 SECONDS_BETWEEN_TRIES = 0.05
-SECONDS_TO_WAIT = {ROWS: 30.0, CHECKPOINT: 600.0}  # for a replica that was stopped in its turn, say
+SECONDS_TO_WAIT = {ROWS: 30.0, CHECKPOINT: 600.0}
 
 
 class SharedFolder:
     """A replica's part in the folder of a run. Every rank of the replica has one, and its main rank takes turns."""
 
     def __init__(self) -> None:
-        self.is_writer = False  # of the rows and checkpoints that all replicas have
-        self.is_joined = False  # other replicas have made updates since they began or resumed the run
+        self.is_writer = False
+        self.is_joined = False
         self._lock = -1
 
     def enter(self, lock: int) -> str:

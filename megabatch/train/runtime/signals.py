@@ -26,9 +26,10 @@ from megabatch.train.runtime.exit import (
 from megabatch.train.runtime.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-END = b"\0"  # in the pipe of signals' numbers: no more of them
-SECONDS_OF_ONE = 1.0  # torchrun passes a signal on that reaches the process directly too: both count as one
-SECONDS_TO_LEAVE = 3.0  # for the main thread to leave by itself before the first update
+END = b"\0"
+# torchrun passes a signal on that reaches the process directly too: both count as one.
+SECONDS_OF_ONE = 1.0
+SECONDS_TO_LEAVE = 3.0
 
 
 class StopSignal:
@@ -43,10 +44,10 @@ class StopSignal:
         self._speaks, self._folder = speaks, folder
         self._received: signal.Signals | None = None
         self._ended = threading.Event()
-        self.has_begun = False  # set at the first update; from then on a signal waits for the end of an update
+        self.has_begun = False
         self.agreed: signal.Signals | None = None
-        self.save_at: float | None = None  # time.monotonic() from which this rank asks for a checkpoint
-        self.is_save_due = False  # a rank has asked for it
+        self.save_at: float | None = None
+        self.is_save_due = False
 
     def check(self) -> None:
         """Raise `StoppedError` if this process has received a signal: it explains any other error."""
@@ -82,7 +83,8 @@ class StopSignal:
             for number, handler in before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(pipe_before)
-            os.write(write, END)  # closing does not end the thread while a forked worker has the pipe too
+            # Closing does not end the thread while a forked worker has the pipe too.
+            os.write(write, END)
             thread.join()
             os.close(write)
             os.close(read)
@@ -96,7 +98,7 @@ class StopSignal:
 
     def _read_pipe(self, read: int) -> None:
         """In a thread, at once."""
-        first: float | None = None  # time.monotonic() of the first signal
+        first: float | None = None
         while (received := os.read(read, 1)) != END:
             if (number := received[0]) not in SIGNALS:
                 continue
@@ -126,5 +128,5 @@ class StopSignal:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more
+    with contextlib.suppress(OSError, ValueError):
         print_line(line, sys.stderr)
