@@ -42,35 +42,36 @@ def train(context: RunContext) -> None:
         if context.checkpoint is not None:
             restore(context, context.checkpoint)
             context.console.say(f"resumed from {context.checkpoint}")
-        if context.config.parallel.replicas is not None:
-            make_updates = partial(share_updates, context)
-        else:
+        is_replica = context.config.parallel.replicas is not None
+        if not is_replica:
             start_run(context)
-            make_updates = partial(make_own_updates, context)
         with context.console.bar(context.step, num_updates.of_run, num_updates.work):
-            make_updates()
+            if is_replica:
+                for _ in Replica(context, partial(start_run, context)).updates():
+                    finish_update(context)
+            else:
+                meanwhile = partial(prepare_next, context) if context.updates.may_read_ahead else None
+                for batch in remaining_updates(context):
+                    make_update(context, batch, meanwhile)
         for callback in context.callbacks.end:
             callback.end(context)
 
 
 def start_run(context: RunContext) -> None:
-    """Take the run's folder and start the callbacks. Collective."""
-    open_run(context)
+    """Take the run's folder, choose what the recipe leaves open, and start the callbacks. Collective."""
+    config, is_new, shared = context.config, context.is_new, context.shared
+    open_run_folder(context.folder, config, context.ranks, context.console, is_new=is_new, shared=shared)
+    for log in context.logs if shared is None or not shared.is_joined else ():
+        with nullcontext() if shared is None or not context.ranks.is_main else shared.turn(ROWS):
+            warnings = log.cut(-1 if is_new else context.step)
+        for line in warnings:
+            context.console.warn(line)
+    # With replicas, the limit is a number, and the plan is that of all replicas.
+    if shared is None:
+        context.limit = choose_limit(context.limit, context)
+        context.plan = plan_of(context, context.updates.peek())
     for callback in context.callbacks.start:
         callback.start(context)
-
-
-def share_updates(context: RunContext) -> None:
-    """Make the updates of the run together with other replicas. Collective."""
-    for _ in Replica(context, partial(start_run, context)).updates():
-        finish_update(context)
-
-
-def make_own_updates(context: RunContext) -> None:
-    """Make the updates of the run. Collective."""
-    meanwhile = partial(prepare_next, context) if context.updates.may_read_ahead else None
-    for batch in remaining_updates(context):
-        make_update(context, batch, meanwhile)
 
 
 def make_update(context: RunContext, batch: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> None:
@@ -97,9 +98,11 @@ def finish_update(context: RunContext) -> None:
     context.values = read_values(context.update)
     # What follows may take any time.
     context.heartbeat.made = time.monotonic()
-    if not context.values["finite"]:
-        refuse_nonfinite(context)
     step = context.learner.step
+    is_refused = not context.values["finite"] and context.config.update.on_nonfinite == "raise"
+    # An update without targets is not finite either, and no problem.
+    if is_refused and (problem := context.update.problem()) is not None:
+        raise MegabatchError(f"update {step} was not stepped: {problem}; lower optim.lr or look at its samples")
     for callback in context.callbacks.after_update:
         if (callback.every and step % callback.every == 0) or context.is_over:
             callback.after_update(context)
@@ -137,17 +140,7 @@ def surround_backward(context: RunContext, batch: Sequence[Any]) -> None:
 def call_around(
     callback: Callback, context: RunContext, forward_backward: ForwardBackward, samples: Sequence[Any]
 ) -> None:
-    """Let a callback surround the making of the gradient."""
     callback.around_backward(context, samples, forward_backward)
-
-
-def refuse_nonfinite(context: RunContext) -> None:
-    """Raise for an update whose loss or gradient is not finite, unless a callback handles it."""
-    update, how = context.update, context.config.update.on_nonfinite
-    if how != "raise" or update is None or (problem := update.problem()) is None:
-        # An update without targets is not finite either, and no problem.
-        return
-    raise MegabatchError(f"update {context.step} was not stepped: {problem}; lower optim.lr or look at its samples")
 
 
 def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
@@ -218,21 +211,6 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     first = updates.peek()
     context.plan = plan_of(context, first if limit is None else [])
     return context
-
-
-def open_run(context: RunContext) -> None:
-    """Take the run's folder, and choose what the recipe leaves open."""
-    config, is_new, shared = context.config, context.is_new, context.shared
-    open_run_folder(context.folder, config, context.ranks, context.console, is_new=is_new, shared=shared)
-    for log in context.logs if shared is None or not shared.is_joined else ():
-        with nullcontext() if shared is None or not context.ranks.is_main else shared.turn(ROWS):
-            warnings = log.cut(-1 if is_new else context.step)
-        for line in warnings:
-            context.console.warn(line)
-    # With replicas, the limit is a number, and the plan is that of all replicas.
-    if shared is None:
-        context.limit = choose_limit(context.limit, context)
-        context.plan = plan_of(context, context.updates.peek())
 
 
 def plan_of(context: RunContext, samples: Sequence[Any]) -> Plan:

@@ -73,7 +73,11 @@ class HardwareCheck(Callback):
         self._second, neighbor_sums = self._gradient_of(shares, 1)
         with self._added_up() as sums:
             forward_backward(batch)
-        self._compare_own(sums.tolist(), neighbor_sums, shares)
+        shifts = [sums.tolist(), neighbor_sums]
+        if self._odd_ranks(shifts):
+            self._context.learner.gradient.discard()
+            shifts.append(self._gradient_of(shares, 2)[1])
+            self._fail(self._odd_ranks(shifts) if self._ranks.size > 1 else {0}, EVERYWHERE)
         if self._shows_sum and self._ranks.size > 2:
             self._compare_bits("gradient", zip(self._trained, self._gradient(), strict=True))
         return None
@@ -141,14 +145,6 @@ class HardwareCheck(Callback):
             if number < len(rank_sums):
                 odd = {rank for rank, value in enumerate(rank_sums) if value != common or 2 * number <= len(rank_sums)}
                 self._fail(odd, f"{title} of {name} with other bits than elsewhere")
-
-    def _compare_own(self, sums: Sums, neighbor_sums: Sums, shares: list[list[Any]]) -> None:
-        """Raise where a rank's own gradient is not what its neighbor made of the same samples."""
-        if not self._odd_ranks([sums, neighbor_sums]):
-            return
-        self._context.learner.gradient.discard()
-        thrice = [sums, neighbor_sums, self._gradient_of(shares, 2)[1]]
-        self._fail(self._odd_ranks(thrice) if self._ranks.size > 1 else {0}, EVERYWHERE)
 
     def _odd_ranks(self, shifts: list[Sums]) -> set[int]:
         """Return the ranks whose own gradient of a rank's samples is not what others made. ``shifts``: their sums."""

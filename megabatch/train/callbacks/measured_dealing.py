@@ -41,7 +41,6 @@ class RankSpeeds(NamedTuple):
 
     @property
     def names(self) -> str:
-        """The slowest rank and its speed, for a person."""
         slowest = min(range(len(self.speeds)), key=self.speeds.__getitem__)
         return f"rank {slowest} has {self.speeds[slowest]:.2f} times the speed of the fastest"
 
@@ -121,11 +120,14 @@ class MeasuredDealing(Callback):
             return
         dealing = self._settle_speeds(context, self._updates.dealing)
         if self._measures_cost:
-            dealing = self._settle_cost(context, dealing)
+            cost = context.learner.gradient.cost
+            longest = max(context.plan.lengths, default=1)
+            costs = context.ranks.gather(None if cost is None else numbers_of(relative_cost(cost, longest)))
+            first_cost = next((cost for cost in costs if cost is not None), None)
+            dealing = dealing if first_cost is None else replace(dealing, cost=CostModel(*first_cost))
         self._updates.deal_by(dealing)
 
     def _settle_speeds(self, context: RunContext, dealing: Dealing) -> Dealing:
-        """Return the dealing with the speeds, if they are worth it."""
         reading = self._meter.speeds()
         if reading is None or reading.gain < LEAST_GAIN:
             return dealing
@@ -140,24 +142,14 @@ class MeasuredDealing(Callback):
             )
             return replace(dealing, speeds=reading.speeds)
         is_known = reading.gain >= SAID_GAIN and self._num_updates > SAID_AFTER
-        if is_known and not self._has_said and self._can_use_speeds(context):
+        can_use_speeds = not (context.config.update.same_bits or context.config.update.one_row)
+        if is_known and not self._has_said and can_use_speeds:
             self._has_said = True
             context.console.say(
                 f'ranks differ in speed: {reading.names}; with update.balance = "measured", forward and backward of an '
                 f"update would take {seconds}"
             )
         return dealing
-
-    def _can_use_speeds(self, context: RunContext) -> bool:
-        return not (context.config.update.same_bits or context.config.update.one_row)
-
-    def _settle_cost(self, context: RunContext, dealing: Dealing) -> Dealing:
-        """Return the dealing with the measured cost of the first rank that has one. Collective."""
-        cost = context.learner.gradient.cost
-        longest = max(context.plan.lengths, default=1)
-        costs = context.ranks.gather(None if cost is None else numbers_of(relative_cost(cost, longest)))
-        known = next((cost for cost in costs if cost is not None), None)
-        return dealing if known is None else replace(dealing, cost=CostModel(*known))
 
 
 def differ(speeds: Sequence[float], former: Sequence[float]) -> bool:

@@ -80,10 +80,6 @@ class Calls:
         self.num_split += plan.num_split
         self.num_made += 1
 
-    def as_run(self, plan: Plan) -> Plan:
-        """Return the plan of the whole update, as it was run."""
-        return replace(plan, microbatches=tuple(map(tuple, self.ran)), num_split=self.num_split)
-
 
 class NoiseScale(Callback):
     """Make some updates in two halves and measure the noise of their gradients. Collective."""
@@ -117,7 +113,6 @@ class NoiseScale(Callback):
             forward_backward(batch)
             self._check_terms(context)
             return
-        # The norm is needed.
         learner.max_norm = self._max_norm or LARGEST_NORM
         with context.model.losses():
             # The limit is tuned by all samples, as in one call.
@@ -130,7 +125,7 @@ class NoiseScale(Callback):
             if number == 0:
                 self._check_terms(context)
                 self._part = self._open_sum(context)
-        context.plan = calls.as_run(plan)
+        context.plan = replace(plan, microbatches=tuple(map(tuple, calls.ran)), num_split=calls.num_split)
 
     def after_update(self, context: RunContext) -> None:
         """Add what was measured to the row."""
@@ -157,10 +152,8 @@ class NoiseScale(Callback):
         opened = context.learner.gradient.open_update
         sums = {} if opened is None else opened.sums
         (weight,) = context.ranks.sum_of_data([float(sums[name].weight) for name in self._names(context)[:1]] or [0.0])
-        total = nn.utils.get_total_norm(
-            [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        )
-        # Over all shards.
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        total = nn.utils.get_total_norm(gradients)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         # Such a loss is divided before the backward, by the weight of the call.
         divided = loss_hooks(context.loss_fn).weigh is not None
@@ -247,11 +240,8 @@ def estimate(measurements: Sequence[Measured]) -> NoiseEstimate | None:
     if signal <= SURE * signal_error:
         return NoiseEstimate(None, math.inf, at_least)
     scale = noise / signal
-    return NoiseEstimate(
-        scale,
-        error_of([measurement.noise - scale * measurement.signal for measurement in measurements]) / signal,
-        at_least,
-    )
+    residuals = [measurement.noise - scale * measurement.signal for measurement in measurements]
+    return NoiseEstimate(scale, error_of(residuals) / signal, at_least)
 
 
 def error_of(values: Sequence[float]) -> float:

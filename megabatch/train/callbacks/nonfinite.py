@@ -1,6 +1,6 @@
 """Skip updates whose loss or gradient is not finite."""
 
-from megabatch import MegabatchError, Update
+from megabatch import MegabatchError
 from megabatch.autotune import ModuleSnapshot
 from megabatch.train.context import Callback, RunContext
 from megabatch.train.runtime.console import count
@@ -24,14 +24,15 @@ class SkipNonfinite(Callback):
     def after_update(self, context: RunContext) -> None:
         """Put the buffers back if the update was not stepped, and write down its samples."""
         update, reason = context.update, None
-        if update is not None and not context.values["finite"]:
-            reason = problem_of(update)
+        if update is not None and not context.values["finite"] and not bool(update.finite):
+            reason = update.problem()
         if reason is None:
             self._num_in_a_row = 0
             return
         for snapshot in self._kept:
             snapshot.put_back()
-        names = names_of_update(context)
+        by_rank = dict(context.ranks.gather((context.ranks.dp_rank, list(context.updates.names))))
+        names = sorted(name for names in by_rank.values() for name in names)
         context.row["num_samples"], context.row["skipped_samples"] = 0, len(names)
         self._log.append({"step": context.step, "reason": reason, "samples": names})
         self._log.write()
@@ -51,16 +52,3 @@ class SkipNonfinite(Callback):
             context.summary.append(
                 f"{count(len(rows), 'update')} not finite and skipped: {samples} left out ({SKIPPED})"
             )
-
-
-def names_of_update(context: RunContext) -> list[str]:
-    """Return the names of the update's samples over all data ranks, sorted. Collective."""
-    by_rank = dict(context.ranks.gather((context.ranks.dp_rank, list(context.updates.names))))
-    return sorted(name for names in by_rank.values() for name in names)
-
-
-def problem_of(update: Update) -> str | None:
-    """Return what is not finite in the update, or None. An update with nothing to learn has no problem."""
-    # Both wait for the device.
-    problem = None if bool(update.finite) else update.problem()
-    return None if problem is None else str(problem)

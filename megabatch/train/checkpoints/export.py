@@ -80,14 +80,16 @@ def export(
             # Temporary files are readable by their owner alone.
             path.chmod(next(beside.glob("*config.json")).stat().st_mode)
     which = "the average of the weights" if weights.num_averaged else "the weights"
-    kind = (
-        adapter_text(model, run_folder)
-        if isinstance(model, Adapter)
-        else f"{type(model).__name__}, {config.model.dtype}, safetensors"
-    )
-    said = f"wrote {which} of {checkpoint} to {to}: {kind}"
+    kind = f"{type(model).__name__}, {config.model.dtype}, safetensors"
+    if isinstance(model, Adapter):
+        base = config.model.name or f"{config.model.function or 'fresh weights'} with run.seed = {config.run.seed}"
+        base += "" if config.model.quantize is None else f" in {kind_of(config.model)}"
+        kind = (
+            f"adapters without their base, {base}; load them with peft's PeftModel.from_pretrained(base, folder), or "
+            f"write the whole model with `megabatch export {run_folder} --merged --to FOLDER`"
+        )
     warnings = [*chosen.warnings, *describe_versions(checkpoint), *([unread] if unread else [])]
-    return "\n".join([*(f"warning: {line}" for line in warnings), said])
+    return "\n".join([*(f"warning: {line}" for line in warnings), f"wrote {which} of {checkpoint} to {to}: {kind}"])
 
 
 def exported(config: Config, weights: Checkpointed, checkpoint: Path, *, merged: bool) -> Any:
@@ -98,17 +100,6 @@ def exported(config: Config, weights: Checkpointed, checkpoint: Path, *, merged:
         return loaded_model(config, weights, checkpoint)
     adapter = Adapter.of(config, weights, checkpoint)
     return merged_model(adapter, checkpoint) if merged else adapter
-
-
-def adapter_text(adapter: "Adapter", run_folder: Path) -> str:
-    """Describe a folder with adapters, and how to use it."""
-    model = adapter.config.model
-    base = model.name or f"{model.function or 'fresh weights'} with run.seed = {adapter.config.run.seed}"
-    base += "" if model.quantize is None else f" in {kind_of(model)}"
-    return (
-        f"adapters without their base, {base}; load them with peft's PeftModel.from_pretrained(base, folder), or "
-        f"write the whole model with `megabatch export {run_folder} --merged --to FOLDER`"
-    )
 
 
 def check_target(to: Path) -> None:
@@ -220,13 +211,11 @@ def add_generation_config(model: nn.Module, config: ModelConfig) -> None:
 
 
 def check_weights(model: nn.Module, weights: Checkpointed, checkpoint: Path) -> None:
-    """Raise where the checkpoint is not of this model."""
     for names, tensor in named_tensors(model):
         check_saved(names[0], tensor, weights.read(names, None), checkpoint)
 
 
 def check_saved(name: str, tensor: Tensor, saved: Tensor | None, checkpoint: Path) -> None:
-    """Raise where a checkpoint has no tensor of this shape."""
     if saved is None or saved.shape != tensor.shape:
         raise MegabatchError(
             f"{checkpoint} has no {name} of shape {list(tensor.shape)}, which the run's {RECIPE} asks for; "

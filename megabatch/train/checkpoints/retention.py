@@ -6,6 +6,7 @@ A checkpoint whose files differ from what was written is never used. The run res
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -95,7 +96,15 @@ class Checkpoints:
             if damage is None:
                 return ValidCheckpoint(path_of(self._folder, step), self._warnings(step, name, steps, damages))
             damages[step] = damage
-        raise MegabatchError(self._none_valid_text(damages, [step for step in steps if step not in damages]))
+        details = ", ".join(f"step-{step} ({shorten(damage)})" for step, damage in damages.items())
+        beyond = [step for step in steps if step not in damages]
+        change = (
+            f"name step-{beyond[-1]}, which lies beyond, in {self._pointer}" if beyond else "put back a copy of one"
+        )
+        raise MegabatchError(
+            f"{self._pointer.parent} has no whole checkpoint to resume from: {details or 'none at all'}; {change}, or "
+            "start in a new run.folder"
+        )
 
     def _warnings(self, step: int, name: str, steps: Sequence[int], damages: dict[int, str]) -> tuple[str, ...]:
         path = path_of(self._folder, step)
@@ -106,16 +115,6 @@ class Checkpoints:
         if beyond := [later for later in steps if later > step and later not in damages]:
             lines.append(f"{path_of(self._folder, beyond[-1])} lies beyond {path.name}, from which the run resumes")
         return tuple(lines)
-
-    def _none_valid_text(self, damages: dict[int, str], beyond: Sequence[int]) -> str:
-        details = ", ".join(f"step-{step} ({shorten(damage)})" for step, damage in damages.items())
-        change = "put back a copy of one"
-        if beyond:
-            change = f"name step-{beyond[-1]}, which lies beyond, in {self._pointer}"
-        return (
-            f"{self._pointer.parent} has no whole checkpoint to resume from: {details or 'none at all'}; {change}, or "
-            "start in a new run.folder"
-        )
 
     def prune(self, keep_last: int | None, ranks: Ranks) -> None:
         """Delete checkpoints that are not to be kept. Collective.
@@ -156,7 +155,11 @@ class Checkpoints:
         """List the steps up to ``latest``: those saved in turn, and those saved as the best that no pointer names."""
         now = step_named_by(self._pointer) or 0
         steps = [step for step in steps_of(self._folder) if step <= now]
-        best_only = {step for step in steps if _is_best_only(path_of(self._folder, step))}
+        best_only = set[int]()
+        for step in steps:
+            # A damaged one is counted, and kept or deleted with the others.
+            with suppress(MegabatchError):
+                best_only |= {step} if read_meta(path_of(self._folder, step)).get(BEST_ONLY, False) else set()
         return [step for step in steps if step not in best_only], sorted(best_only - {*self._named_steps()})
 
     def _named_steps(self) -> list[int | None]:
@@ -176,14 +179,6 @@ class Checkpoints:
 
     def _read_on_main(self, read: Callable[[], Value], ranks: Ranks) -> Value:
         return ranks.on_main(read, str(self._pointer.parent), verb="read")
-
-
-def _is_best_only(checkpoint: Path) -> bool:
-    try:
-        return bool(read_meta(checkpoint).get(BEST_ONLY, False))
-    except MegabatchError:
-        # A damaged one is counted, and kept or deleted with the others.
-        return False
 
 
 def find_damage(checkpoint: Path, ranks: Ranks) -> str | None:

@@ -215,7 +215,14 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
         if not config.run.resume:
             raise holds_a_run(folder)
         return
-    _check_no_lost_checkpoint(folder)
+    lines = read_file(folder / LOG).splitlines() if is_file(folder / LOG) else []
+    saved = [match[1].decode() for line in lines if (match := SAVED.search(line))]
+    if saved:
+        # The user may still have a copy.
+        raise MegabatchError(
+            f"{folder} has no checkpoint any more, and its run has saved {saved[-1]}; put {checkpoints_of(folder)} "
+            "back, or choose another run.folder"
+        )
     starts = read_starts(folder)
     if not starts and not (config.run.resume and (folder / CONFIG).is_file()):
         _check_unused(folder)
@@ -240,17 +247,6 @@ def check_own_paths(folder: Path) -> None:
         for place, folders, files in os.walk(folder / name):
             for path in sorted(Path(place, name) for name in (*folders, *files)):
                 check_own_path(path)
-
-
-def _check_no_lost_checkpoint(folder: Path) -> None:
-    """Raise if the log says that a checkpoint was saved, and there is none: the user may still have a copy."""
-    lines = read_file(folder / LOG).splitlines() if is_file(folder / LOG) else []
-    saved = [match[1].decode() for line in lines if (match := SAVED.search(line))]
-    if saved:
-        raise MegabatchError(
-            f"{folder} has no checkpoint any more, and its run has saved {saved[-1]}; put {checkpoints_of(folder)} "
-            "back, or choose another run.folder"
-        )
 
 
 def _check_unused(folder: Path) -> None:
@@ -320,20 +316,18 @@ def recipe_text(config: Config) -> str:
     Raises `MegabatchError` for a file name that is not UTF-8.
     """
     fresh = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
-    text = tomli_w.dumps(mask({name: _section_table(getattr(fresh, name)) for name in Config.model_fields}))
+    tables: dict[str, dict[str, Any]] = {}
+    for name in Config.model_fields:
+        section: Section = getattr(fresh, name)
+        fields = type(section).model_fields.items()
+        unset = [key for key, field in fields if getattr(section, key) is None and field.default is not None]
+        tables[name] = section.model_dump(exclude_none=True) | dict.fromkeys(unset, NONE)
+    text = tomli_w.dumps(mask(tables))
     for line in text.splitlines():
         shown = line.encode("utf-8", "backslashreplace").decode()
         if shown != line:
             raise MegabatchError(f"{CONFIG} cannot hold {shown}, which is not text in UTF-8; rename the file or folder")
     return text
-
-
-def _section_table(section: Section) -> dict[str, Any]:
-    table = section.model_dump(exclude_none=True)
-    for key, field in type(section).model_fields.items():
-        if getattr(section, key) is None and field.default is not None:
-            table[key] = NONE
-    return table
 
 
 def write_plan(folder: Path, text: str, ranks: Ranks, console: Console) -> None:
@@ -371,7 +365,6 @@ def describe_start(ranks: Ranks) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the manufacturer's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):

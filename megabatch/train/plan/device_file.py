@@ -20,13 +20,12 @@ import tomli_w
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import sdpa_flop_count
 
 from megabatch.errors import PlanError
 from megabatch.simulate import DEVICES, Device
-from megabatch.train.config.recipe import expected_text, shortened
+from megabatch.train.config.recipe import expected_text
 
 WARM_UP, REPEATS, LAUNCHES = 3, 7, 200
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -94,14 +93,19 @@ def measure_device(device: torch.device, like: str, report: Callable[[str], obje
         report: Gets a line for each figure.
     """
     sizes = SIZES[device.type]
-    figures: Figures = {"like": like, "name": _name_of(device), "torch": str(torch.__version__)}
+    if device.type == "cuda":
+        name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, memory_bytes = platform.machine() or "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory_bytes //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    figures: Figures = {"like": like, "name": name, "torch": str(torch.__version__)}
 
     def note(table: str, key: str, value: float, unit: str) -> None:
         (figures.setdefault(table, {}) if table else figures)[key] = value
         if report:
             report(f"{table.partition('_flops')[0] or 'device'} {key} {value:.4g} {unit}".replace("_", " "))
 
-    note("", "memory_bytes", _memory_of(device), "bytes")
+    note("", "memory_bytes", memory_bytes, "bytes")
     values = torch.zeros(sizes.elements, device=device)
     moved = 2 * values.nbytes
     note("", "memory_bytes_per_second", moved / measure_seconds(partial(values.add_, 1), device), "B/s")
@@ -130,7 +134,20 @@ def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of an operation."""
     for _ in range(WARM_UP):
         run()
-    return median([_time(run, device) for _ in range(REPEATS)])
+    seconds: list[float] = []
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begun.record()
+            run()
+            ended.record()
+            ended.synchronize()
+            seconds.append(begun.elapsed_time(ended) / 1000)
+        else:
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+    return median(seconds)
 
 
 def measure_launch(device: torch.device) -> float:
@@ -195,19 +212,13 @@ def read_device(path: Path) -> Device:
     try:
         return _device_of(_DeviceFile.model_validate(figures))
     except ValidationError as error:
-        raise _explain(error.errors()[0], path) from None
-
-
-def _explain(error: ErrorDetails, path: Path) -> PlanError:
-    """Return one line for one of pydantic's errors."""
-    key, file = ".".join(map(str, error["loc"])), f"the device file {path}"
-    if error["type"] == "missing":
-        return PlanError(f"{file} has no {key}; {_AGAIN}")
-    if error["type"] == "extra_forbidden":
-        return PlanError(f"{file} has the unknown key {key}; remove it")
-    return PlanError(
-        f"{file} has {key} = {shortened(repr(error['input']))}; {expected_text(error)}: correct it or its unit"
-    )
+        first = error.errors()[0]
+        key, change = ".".join(map(str, first["loc"])), f"{expected_text(first)}: correct it or its unit"
+        if first["type"] == "missing":
+            raise PlanError(f"the device file {path} has no {key}; {_AGAIN}") from None
+        if first["type"] == "extra_forbidden":
+            raise PlanError(f"the device file {path} has the unknown key {key}; remove it") from None
+        raise PlanError(f"the device file {path} has {key} = {first['input']!r:.200}; {change}") from None
 
 
 def _device_of(figures: _DeviceFile) -> Device:
@@ -238,28 +249,3 @@ def _device_of(figures: _DeviceFile) -> Device:
     return device.with_measured_links(
         gather.ranks, gather.ranks_per_node, gather.latency_seconds, gather.bytes_per_second
     )
-
-
-def _time(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begun.record()
-    run()
-    ended.record()
-    ended.synchronize()
-    return begun.elapsed_time(ended) / 1000
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() or "cpu"
-
-
-def _memory_of(device: torch.device) -> int:
-    """Return a rank's memory: its GPU's, or its part of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

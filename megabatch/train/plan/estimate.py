@@ -149,11 +149,6 @@ class ModelSizes:
         return 3 if self.num_kept == self.num_layers else min(3, self.num_kept + 1)
 
     @property
-    def num_backward(self) -> float:
-        """Parameters of layers with a backward, which FSDP2 may keep gathered for it."""
-        return (self.num_parameters - self.num_root) * self.num_kept / max(self.num_layers, 1)
-
-    @property
     def num_logit_tokens(self) -> int:
         """Fewest tokens whose logits exist at once: `losses.next_token` sums them in chunks."""
         return max(self.num_hidden // 2, MIN_CHUNK // self.num_vocabulary) if self.num_vocabulary else 0
@@ -183,12 +178,10 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an update."""
         return (1 + self.bubble) * max(self._busy_seconds, self.copy_seconds) + self.awaited_seconds
 
     @property
     def bound(self) -> str:
-        """The limit of the speed."""
         traffic_seconds = self.traffic_seconds + self.awaited_seconds
         if self.copy_seconds > max(self._busy_seconds, traffic_seconds):
             return "PCIe"
@@ -212,11 +205,9 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
     trained_dtype = next((parameter.dtype for parameter in model.parameters() if parameter.requires_grad), dtype)
     computed = torch.bfloat16 if is_mixed(config.model) else dtype
     optimizer = _stepped_optimizer(config, trained_dtype)
-    widened = [
-        parameter.numel()
-        for parameter in model.parameters()
-        if parameter.requires_grad and isinstance(optimizer, LowBits)
-    ]
+    widened: list[int] = []
+    if isinstance(optimizer, LowBits):
+        widened = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     num_copies, num_shards = layout.data_degrees("fsdp2" if wrapped in ("fsdp2", "hsdp") else wrapped, world)
     # FSDP2 shards over cp too.
     if wrapped in ("fsdp2", "hsdp"):
@@ -225,9 +216,8 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         num_copies *= layout.cp
     experts = measure_experts(model, layout.ep)
     num_key_heads: int = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
-    head_features: int = getattr(text, "head_dim", None) or num_hidden // max(
-        1, getattr(text, "num_attention_heads", 1)
-    )
+    num_heads: int = getattr(text, "num_attention_heads", 1)
+    head_features: int = getattr(text, "head_dim", None) or num_hidden // max(1, num_heads)
     return ModelSizes(
         num_parameters=num_parameters // tp,
         num_unit=max((layer[0] for layer in layers), default=num_parameters) // tp,
@@ -295,10 +285,8 @@ def _parameter_bytes(model: nn.Module, dtype: torch.dtype, num_parameters: int) 
     """Return the bytes of a parameter in the model's dtype, or on average where some have four bits."""
     if not any(isinstance(module, FourBitLinear) for module in model.modules()):
         return dtype.itemsize
-    return (
-        sum(parameter.numel() * min(parameter.itemsize, dtype.itemsize) for parameter in model.parameters())
-        / num_parameters
-    )
+    sizes = [parameter.numel() * min(parameter.itemsize, dtype.itemsize) for parameter in model.parameters()]
+    return sum(sizes) / num_parameters
 
 
 def _stepped_optimizer(config: Config, dtype: torch.dtype) -> Optimizer:
@@ -345,7 +333,8 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
     for part in sizes.parts if sizes.is_sharded else []:
         traffic_seconds += _num_collectives(choice, part) * device.latency_seconds(ranks[: part.num_shards], 1)
-    offloaded_bytes = _offloaded_bytes(choice, sizes) if sizes.offloads else 0
+    # Fewer bytes come back as gradients than shards go to the device.
+    offloaded_bytes = _num_gathered(choice, sizes) * sizes.parameter_bytes / sizes.num_shards if sizes.offloads else 0
     num_gathered = sum(_num_gathered(choice, part) for part in sizes.parts if part.num_shards > 1)
     copied_bytes = COPIES * num_gathered * sizes.compute_bytes if sizes.is_sharded else 0
     compute_seconds = flops / device.flops_per_second(sizes.dtype) + copied_bytes / device.memory_bytes_per_second
@@ -357,11 +346,6 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     )  # fmt: skip
 
 
-def _offloaded_bytes(choice: Choice, sizes: ModelSizes) -> float:
-    """Return the bytes of the shards that are copied to the device in an update; fewer come back as gradients."""
-    return _num_gathered(choice, sizes) * sizes.parameter_bytes / sizes.num_shards
-
-
 def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens: int, device: Device) -> Estimate:
     """Return the cost of a choice on a pipeline's first rank or its last: the larger memory, the longer time."""
     step = choice.largest_step
@@ -369,7 +353,7 @@ def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens:
     update = [estimate_cost(choice, end, length_tokens, device) for end in ends]
     sizes, share = ends[0], cast(PipelineShare, ends[0].pipeline)
     num, compute_seconds = step.num_microbatches, max(first.compute_seconds, last.compute_seconds)
-    message_bytes = _boundary_bytes(choice, sizes, length_tokens)
+    message_bytes = choice.micro_batch_size * length_tokens * sizes.num_hidden * sizes.compute_bytes
     next_rank = sizes.num_shards * sizes.num_copies * sizes.num_cut
     message = message_seconds(message_bytes, [0, next_rank], device) / compute_seconds * num
     order = share.schedule, share.num_ranks, share.per_rank, num
@@ -387,11 +371,6 @@ def estimate_pipeline(choice: Choice, ends: Sequence[ModelSizes], length_tokens:
         more * max(first.awaited_seconds, last.awaited_seconds) + choice.bubbles * (bubble - alone) * compute_seconds,
         alone * choice.bubbles / more,
     )
-
-
-def _boundary_bytes(choice: Choice, sizes: ModelSizes, length_tokens: int) -> int:
-    """Return the bytes of what a pipeline's stage sends of a microbatch."""
-    return choice.micro_batch_size * length_tokens * sizes.num_hidden * sizes.compute_bytes
 
 
 def _layer_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device) -> tuple[int, float]:
@@ -479,10 +458,11 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
 
 
 def _most_gathered(choice: Choice, sizes: ModelSizes) -> float:
-    """Return the most parameters that are gathered at once."""
     in_layers = sizes.num_parameters - sizes.num_root
-    layers = min(sizes.num_gathered * sizes.num_unit, in_layers) if choice.reshard else sizes.num_backward
-    return sizes.num_root + layers
+    if choice.reshard:
+        return sizes.num_root + min(sizes.num_gathered * sizes.num_unit, in_layers)
+    # FSDP2 may keep the layers with a backward gathered for it.
+    return sizes.num_root + in_layers * sizes.num_kept / max(sizes.num_layers, 1)
 
 
 def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:

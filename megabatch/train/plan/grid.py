@@ -47,7 +47,6 @@ class Choice:
 
     @property
     def limit(self) -> "Limit":
-        """The limit of a microbatch."""
         return Limit(self.micro_batch_size, self.limit_tokens)
 
     @property
@@ -143,7 +142,6 @@ class UpdateLengths:
         return mean(map(sum, self.updates))
 
     def split(self, limit: Limit, dp_degree: int) -> Split:
-        """Return the microbatches of an update."""
         shares = [self._deal(lengths, limit, dp_degree) for lengths in self.updates]
         most_tokens = limit.micro_batch_size * self.longest_tokens
         if self.parallel.pp > 1:
@@ -168,12 +166,9 @@ class UpdateLengths:
             return plan(lengths, dp_degree=dp_degree, **limit.as_keys())
         shares = [[lengths[sample] for sample in share] for share in balance(lengths, dp_degree)]
         if is_cut:
-            shares = [[piece for length in share for piece in self._cut(length)] for share in shares]
+            chunks = [[find_chunks(0, length, self.longest_tokens) for length in share] for share in shares]
+            shares = [[chunk.stop - chunk.start for part in share for chunk in part] for share in chunks]
         return [plan(share, **limit.as_keys())[0] for share in shares]
-
-    def _cut(self, length: int) -> list[int]:
-        """Return the tokens of each chunk of a sample."""
-        return [chunk.stop - chunk.start for chunk in find_chunks(0, length, self.longest_tokens)]
 
     def _count_microbatches(self, ranks: Sequence[Plan], limit: Limit) -> tuple[int, int]:
         """Return the microbatches of one update, and the tokens that the slowest rank computes."""
@@ -213,7 +208,6 @@ class Grid:
     filled: Callable[[int], int] = int  # microbatches → as many as run: a pipeline's schedule may fill up
 
     def choices(self) -> list[Choice]:
-        """Return every choice."""
         choices: list[Choice] = []
         limits: dict[tuple[int, Split], Limit] = {}
         for limit in self.limits:
@@ -271,9 +265,10 @@ def build_grid(
     else:
         limits = _limits(config, stated, samples_per_rank, length_tokens, is_ragged=lengths is not None)
     filled = int if config.parallel.pp == 1 else partial(filled_up, config.parallel)
-    return Grid(
-        samples_per_rank, tuple(limits), syncs, reshards, recomputes, _is_fused(config), dp_degree, lengths, filled
-    )
+    optim, options = config.optim, config.optim.options
+    can_be_fused = optim.function is None and optim.name in FUSED_ON_GPUS and "foreach" not in options
+    fused = can_be_fused and bool(options.get("fused", True))
+    return Grid(samples_per_rank, tuple(limits), syncs, reshards, recomputes, fused, dp_degree, lengths, filled)
 
 
 def _limits(
@@ -294,9 +289,3 @@ def _limits(
         smaller = [limit for limit in limits if not is_bound or limit.micro_batch_size * length_tokens <= cap]
         limits = [Limit(min(num_rows, samples_per_rank), cap), *smaller]
     return limits
-
-
-def _is_fused(config: Config) -> bool:
-    optim, options = config.optim, config.optim.options
-    can_be = optim.function is None and optim.name in FUSED_ON_GPUS and "foreach" not in options
-    return can_be and bool(options.get("fused", True))

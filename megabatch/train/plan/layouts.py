@@ -36,8 +36,7 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     stages = pipeline_degrees(model, config, request)
     experts = measure_experts(model)
     num_experts = 1 if experts is None else experts.num_experts
-    proposed = propose_layouts(config.parallel, request, sample.length_tokens, stages, num_experts)
-    for parallel in proposed:
+    for parallel in propose_layouts(config.parallel, request, sample.length_tokens, stages, num_experts):
         divided = config.model_copy(update={"parallel": parallel})
         try:
             check_config(divided)
@@ -88,13 +87,9 @@ def propose_layouts(
 
 
 def _layouts(
-    parallel: ParallelConfig,
-    request: PlanRequest,
-    keeps_stream: bool,
-    most_stretches: int,
-    stages: Sequence[int],
+    parallel: ParallelConfig, request: PlanRequest, keeps_stream: bool, most_stretches: int, stages: Sequence[int],
     num_experts: int,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield the keys of each layout: alone, with tensor or context parallelism inside of a node, with a pipeline."""
     per_node = min(request.world, request.device.ranks_per_node)
     degrees = [2**power for power in range(per_node.bit_length())]
@@ -111,14 +106,9 @@ def _layouts(
         for wrapper, replicas, shards in _data_layouts(request.world // ranks, per_node // (tp * cp), cut, parallel):
             layout = {**cut, "wrapper": wrapper, "dp_replicate": replicas, "dp_shard": shards}
             yield {**layout, "ep": 1}
-            for ep in _expert_degrees(shards, num_experts) if ranks == 1 and wrapper == "fsdp2" else []:
-                yield {**layout, "ep": ep}
-
-
-def _expert_degrees(shards: int, num_experts: int) -> list[int]:
-    """Return the numbers of ranks over which experts can be dealt out: powers of two that divide both."""
-    degrees = [2**power for power in range(1, shards.bit_length())]
-    return [degree for degree in degrees if shards % degree == num_experts % degree == 0]
+            for ep in [2**power for power in range(1, shards.bit_length())]:
+                if ranks == 1 and wrapper == "fsdp2" and shards % ep == num_experts % ep == 0:
+                    yield {**layout, "ep": ep}
 
 
 def _data_layouts(

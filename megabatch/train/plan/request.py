@@ -45,7 +45,8 @@ def read_request(options: Iterable[tuple[str, str]], overrides: Sequence[str]) -
     Raises `MegabatchError` for a value that cannot be.
     """
     values = dict(options)
-    device = _read_device(values["device"]) if "device" in values else device_named("a100-80g")
+    path = Path(values.get("device", "a100-80g"))
+    device = read_device(path) if path.suffix == ".toml" or path.is_file() else device_named(str(path))
     if "bandwidth" in values:
         rate = read_rate("--bandwidth", values["bandwidth"])
         network = min(device.network_bytes_per_second, rate)
@@ -68,12 +69,6 @@ def read_request(options: Iterable[tuple[str, str]], overrides: Sequence[str]) -
             f"{device.overhead_bytes:,}; give more"
         )
     return request
-
-
-def _read_device(text: str) -> Device:
-    """Return the device of a name, or that of a file."""
-    path = Path(text)
-    return read_device(path) if path.suffix == ".toml" or path.is_file() else device_named(text)
 
 
 def _read_count(name: str, text: str, *, lowest: int = 1) -> int:

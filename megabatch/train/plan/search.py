@@ -121,7 +121,7 @@ def search_choices(
     while (wanted := search.next_candidate()) is not None:
         search.simulate(wanted)
         advance(1)
-    return sort_rows(search.all_rows())
+    return sort_rows([search.rows.get(candidate) or search.estimate_row(candidate) for candidate in search.candidates])
 
 
 def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
@@ -139,7 +139,6 @@ def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
 
 
 def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> PlanRow:
-    """Simulate a choice and return its row."""
     with silence():
         simulated = simulator.simulate(choice)
     needed_bytes = reserved_bytes(simulated)
@@ -195,7 +194,6 @@ def reserved_bytes(simulated: Simulated) -> int:
 
 
 def with_margin(num_bytes: int, device: Device) -> int:
-    """Return reserved memory with the device's margin."""
     return int(num_bytes * (1 + device.margin))
 
 
@@ -206,6 +204,11 @@ class _Candidate:
     simulator: Simulator
     choice: Choice
     estimate: Estimate
+
+    def size(self) -> tuple[Any, ...]:
+        """Return a sort key, the smallest first."""
+        choice, parallel = self.choice, self.simulator.config.parallel
+        return parallel.tp * parallel.pp, choice.micro_batch_size, bool(choice.recompute), self.estimate.peak_bytes
 
 
 class _Search:
@@ -234,7 +237,8 @@ class _Search:
 
     def next_candidate(self) -> _Candidate | None:
         """Return the candidate that may be the fastest of those that seem to fit; None if the best is known."""
-        best = self._best()
+        fitting = [candidate for candidate, row in self.rows.items() if row.fits == YES]
+        best = min(fitting, key=lambda candidate: self.rows[candidate].seconds, default=None)
         spent = sum(PIPELINE_WEIGHT if row.simulator.ends else 1 for row in self.rows)
         if spent >= self._most and (best is not None or self._has_layouts):
             return None
@@ -245,19 +249,10 @@ class _Search:
         ]
         # A small microbatch with its activations says most of the others.
         if not self.rows:
-            return min(is_open, key=_smallest_first, default=None)
+            return min(is_open, key=_Candidate.size, default=None)
         if best is not None:
             is_open = [opening for opening in is_open if self._may_win(opening, best)]
         return min(is_open, key=self._most_promising, default=None)
-
-    def all_rows(self) -> list[PlanRow]:
-        """Return a row for every candidate."""
-        return [self.rows.get(candidate) or self._estimated_row(candidate) for candidate in self.candidates]
-
-    def _best(self) -> _Candidate | None:
-        """Return the fastest candidate that fits."""
-        fitting = [candidate for candidate, row in self.rows.items() if row.fits == YES]
-        return min(fitting, key=lambda candidate: self.rows[candidate].seconds, default=None)
 
     def _least_bytes(self, candidate: _Candidate) -> int:
         """Return a lower bound of the memory, by the estimate and by simulations that need no more."""
@@ -275,12 +270,10 @@ class _Search:
         is_alike = is_alike and candidate.choice.needs_as_much_as(near.choice)
         if is_alike and NEEDED * self._margined_bytes(candidate, near) > self._limit_bytes:
             return False
-        if candidate.simulator is best.simulator and candidate.choice.differs_in_sync(best.choice):
-            return candidate.estimate.sent_bytes < best.estimate.sent_bytes or self._is_faster(candidate, near, best)
-        return self._is_faster(candidate, near, best)
-
-    def _is_faster(self, candidate: _Candidate, near: _Candidate, best: _Candidate) -> bool:
         simulator = candidate.simulator
+        differs_in_sync = simulator is best.simulator and candidate.choice.differs_in_sync(best.choice)
+        if differs_in_sync and candidate.estimate.sent_bytes < best.estimate.sent_bytes:
+            return True
         fitting = [rival for rival, row in self.rows.items() if row.fits == YES and rival.simulator is simulator]
         # Fewer microbatches leave ranks idle for longer.
         is_pipeline = bool(simulator.ends)
@@ -321,11 +314,14 @@ class _Search:
         forwards = (3 + bool(candidate.choice.recompute)) / (3 + bool(near.choice.recompute))
         layers = candidate.simulator.num_layers / max(1, near.simulator.num_layers) or 1
         host = (work.host - work.host_of_step) * microbatches * forwards * layers
-        is_alike = near.simulator is candidate.simulator
-        traffic = estimate.traffic_seconds * (_ratio(work.traffic, near_estimate.traffic_seconds) if is_alike else 1)
-        copies = estimate.copy_seconds * (_ratio(work.copies, near_estimate.copy_seconds) if is_alike else 1)
-        awaited = estimate.awaited_seconds * (_ratio(work.awaited, near_estimate.awaited_seconds) if is_alike else 1)
-        bubble = estimate.bubble * (_ratio(work.bubble, near_estimate.bubble) if is_alike else 1)
+
+        def calibrate(name: str, simulated: float) -> float:
+            estimated = getattr(near_estimate, name)
+            is_calibrated = near.simulator is candidate.simulator and estimated
+            return getattr(estimate, name) * (simulated / estimated if is_calibrated else 1.0)
+
+        traffic, copies = calibrate("traffic_seconds", work.traffic), calibrate("copy_seconds", work.copies)
+        awaited, bubble = calibrate("awaited_seconds", work.awaited), calibrate("bubble", work.bubble)
         is_cpu = candidate.simulator.device.is_cpu
         busy = busy_seconds(compute + work.compute_of_step, host + work.host_of_step, traffic, is_cpu=is_cpu)
         return max(busy, copies) * (1 + bubble) + awaited + work.cpu_of_step
@@ -348,7 +344,7 @@ class _Search:
         grown = more * max(0, row.at_peak.get("activations", 0) - simulator.sizes.head_bytes)
         return int(row.reserved_bytes + estimate.peak_bytes - near.estimate.peak_bytes + grown)
 
-    def _estimated_row(self, candidate: _Candidate) -> PlanRow:
+    def estimate_row(self, candidate: _Candidate) -> PlanRow:
         """Return the row of a candidate without a simulation."""
         estimate, limit = candidate.estimate, gib_text(self._limit_bytes)
         near = self._nearest(candidate) if self.rows else None
@@ -368,15 +364,6 @@ class _Search:
             is_least=bound > self._limit_bytes, parallel=candidate.simulator.config.parallel,
             update_tokens=candidate.simulator.update_tokens,
         )  # fmt: skip
-
-
-def _smallest_first(candidate: _Candidate) -> tuple[Any, ...]:
-    choice, parallel = candidate.choice, candidate.simulator.config.parallel
-    return parallel.tp * parallel.pp, choice.micro_batch_size, bool(choice.recompute), candidate.estimate.peak_bytes
-
-
-def _ratio(simulated: float, estimated: float) -> float:
-    return simulated / estimated if estimated else 1.0
 
 
 def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:

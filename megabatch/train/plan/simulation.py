@@ -38,7 +38,7 @@ from megabatch.simulate import (
     simulate_long_samples,
 )
 from megabatch.train.callbacks.ema import Average
-from megabatch.train.config import Config, ModelConfig, OptimConfig
+from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.parallel_layout import Layout, layout_of
 from megabatch.train.data.load import Data, load_data
@@ -98,7 +98,11 @@ def build_simulator(
     Layouts of a recipe share ``sample`` and ``outlines``.
     """
     layout = layout_of(config.parallel, request.world)
-    check_planned(config)
+    if config.update.shapes is not None:
+        raise MegabatchError(
+            f"update.shapes is {config.update.shapes}, and the plan does not count tokens that fill microbatches up; "
+            "plan without it: no microbatch is larger"
+        )
     sample = sample or find_longest_sample(config, request.length_tokens, console)
     cap = config.update.max_microbatch_tokens
     if "update.max_microbatch_tokens" in request.stated_keys and isinstance(cap, int) and cap < sample.length_tokens:
@@ -135,15 +139,6 @@ def build_simulator(
     # DDP's buckets do not end with layers.
     repeats = None if wrapper.name == "ddp" else find_repeats(model)
     return replace(simulator, repeats=repeats)
-
-
-def check_planned(config: Config) -> None:
-    """Raise for keys that cannot be simulated."""
-    if config.update.shapes is not None:
-        raise MegabatchError(
-            f"update.shapes is {config.update.shapes}, and the plan does not count tokens that fill microbatches up; "
-            "plan without it: no microbatch is larger"
-        )
 
 
 def bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
@@ -304,11 +299,8 @@ class Simulator:
         def make_model(mesh: DeviceMesh | None) -> nn.Module:
             if end is None:
                 return self._build_model(config, num_layers, mesh)
-            stages.append(
-                self._build_stages(
-                    config, num_layers, Ranks(rank, num_ranks, CPU, layout_of(config.parallel, num_ranks))
-                )
-            )
+            ranks = Ranks(rank, num_ranks, CPU, layout_of(config.parallel, num_ranks))
+            stages.append(self._build_stages(config, num_layers, ranks))
             return self._build_pipeline(config, stages[0], cast(DeviceMesh, mesh))
 
         def make_optimizer(model: nn.Module) -> Optimizer:
@@ -316,7 +308,15 @@ class Simulator:
             base = stages[0].model if stages else model
             if config.optim.ema_decay is not None:
                 averages.append(Average(base, config.optim.ema_decay))
-            return _build_optimizer(config.optim, base)
+            try:
+                return planned_optimizer(base, config.optim)
+            except MegabatchError as error:
+                if DATA_DEPENDENT not in str(error):
+                    raise
+                raise MegabatchError(
+                    f"optim.name is {config.optim.name!r}, whose step looks at numbers, and a plan has none; plan with "
+                    "AdamW, which keeps no less"
+                ) from None
 
         def run(loss_fn: LossFunction) -> Simulated:
             averages.clear()
@@ -462,7 +462,10 @@ def find_repeats(model: nn.Module) -> Repeats | None:
     Other code may use its layers in any order, so that a few of them tell nothing about the others.
     """
     stack = _stack_of(model)
-    if not stack or not _is_of_transformers(model):
+    is_of_transformers = isinstance(model, PreTrainedModel) and type(model).__module__.startswith(
+        "transformers.models."
+    )
+    if not stack or not is_of_transformers:
         return None
     layers = [_describe_layer(layer) for layer in cast(nn.ModuleList, model.get_submodule(stack))]
     num = len(layers)
@@ -476,10 +479,6 @@ def find_repeats(model: nn.Module) -> Repeats | None:
     return None
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
-    return isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.models.")
-
-
 def _stack_of(model: nn.Module) -> str:
     """Return the name of the list with all layers; "" if there are several lists or none."""
     stacks = {name.rpartition(".")[0] for name in blocks_of(model)}
@@ -488,17 +487,15 @@ def _stack_of(model: nn.Module) -> str:
 
 
 def _describe_layer(layer: nn.Module) -> list[object]:
-    """Return the modules of a layer with their settings, and its parameters."""
-    modules: list[object] = [
-        (name, type(module).__name__, {key: value for key, value in vars(module).items() if _is_setting(key, value)})
-        for name, module in layer.named_modules()
-    ]
+    modules: list[object] = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value for key, value in vars(module).items() if isinstance(value, int | float | str | tuple | None)
+        }
+        settings.pop("layer_idx", None)
+        modules.append((name, type(module).__name__, settings))
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     return [*modules, *((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors)]
-
-
-def _is_setting(key: str, value: object) -> bool:
-    return key != "layer_idx" and isinstance(value, int | float | str | tuple | None)
 
 
 def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
@@ -519,19 +516,6 @@ def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
     )
 
 
-def _build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
-    """Build the recipe's optimizer. Raises `MegabatchError` if its step reads numbers, which fake tensors lack."""
-    try:
-        return planned_optimizer(model, config)
-    except MegabatchError as error:
-        if DATA_DEPENDENT not in str(error):
-            raise
-        raise MegabatchError(
-            f"optim.name is {config.name!r}, whose step looks at numbers, and a plan has none; plan with AdamW, which "
-            "keeps no less"
-        ) from None
-
-
 @dataclass(frozen=True)
 class LongestSample:
     """Shapes of the longest sample, which the plan must have room for."""
@@ -545,16 +529,13 @@ class LongestSample:
 
     @property
     def whole_tokens(self) -> int:
-        """Tokens of the whole sample."""
         return self.uncut_tokens or self.length_tokens
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the sample."""
         return len(find_chunks(0, self.whole_tokens, self.length_tokens))
 
     def cut_into_chunks(self, max_tokens: int) -> "LongestSample":
-        """Return a chunk of the sample, or the sample if it has no more than ``max_tokens`` tokens."""
         if self.length_tokens <= max_tokens:
             return self
         fields = {name: ((max_tokens, *shape[1:]), dtype) for name, (shape, dtype) in self.fields.items()}
@@ -562,12 +543,8 @@ class LongestSample:
 
     def microbatch(self, num_samples: int) -> dict[str, Tensor]:
         """Return zeros in the shape of that many samples: name → [B, ...]."""
-        if not self.one_row:
-            return {name: torch.zeros(num_samples, *shape, dtype=dtype) for name, (shape, dtype) in self.fields.items()}
-        return {
-            name: torch.zeros(1, num_samples * shape[0], *shape[1:], dtype=dtype)
-            for name, (shape, dtype) in self.fields.items()
-        }
+        zeros = {name: torch.zeros(num_samples, *shape, dtype=dtype) for name, (shape, dtype) in self.fields.items()}
+        return {name: value.flatten(0, 1)[None] for name, value in zeros.items()} if self.one_row else zeros
 
 
 def find_longest_sample(config: Config, length_tokens: int | None, console: Console) -> LongestSample:
@@ -616,7 +593,6 @@ def _in_row(sample: LongestSample, config: Config) -> LongestSample:
 
 
 def _first_updates(data: Data, config: Config) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of the samples of the first updates."""
     lengths = cast(np.ndarray, data.lengths)  # [N]
     sampler = UpdateSampler(
         lengths.tolist(), global_batch_size=sizes_of(config.update).largest, seed=config.run.seed, dp_rank=0,

@@ -268,8 +268,7 @@ def _name(row: PlanRow, request: PlanRequest) -> str:
     extent = ", not all of them" * (choice.recompute == "selective")
     recompute = f"activations recomputed{extent}" if choice.recompute else "activations kept"
     gathered = "" if choice.reshard else ", weights kept gathered"
-    optimizer = "fused" if choice.fused else "foreach"
-    memory = f"{recompute}{gathered}, {optimizer} optimizer"
+    memory = f"{recompute}{gathered}, {'fused' if choice.fused else 'foreach'} optimizer"
     size = choice.micro_batch_size if choice.limit_tokens is None else f"{choice.limit_tokens:,} tokens"
     return f"{layout}{microbatches} of {size}, sync {choice.sync}, {memory}"
 
@@ -297,10 +296,7 @@ def keys_of(row: PlanRow, config: Config) -> Keys:
     limit: dict[str, Any] = {"micro_batch_size": choice.micro_batch_size}
     if choice.limit_tokens is not None:
         limit = {"max_microbatch_tokens": choice.limit_tokens}
-    keys: Keys = {
-        "update": {**limit, "sync": choice.sync},
-        "model": {"activation_checkpointing": choice.recompute},
-    }
+    keys: Keys = {"update": {**limit, "sync": choice.sync}, "model": {"activation_checkpointing": choice.recompute}}
     chosen, stated = row.parallel.model_dump(), config.parallel.model_dump()
     parallel = {key: value for key, value in chosen.items() if value != stated[key] and key != "reshard_after_forward"}
     if choice.reshard != config.parallel.reshard_after_forward:
