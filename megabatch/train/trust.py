@@ -58,7 +58,8 @@ def reason_to_ask(place: str, recipe: Path, *, is_run: bool) -> str:
     file = Path(place) if place.endswith(".py") else local_file(place)
     if is_run and not is_sealed(recipe.read_bytes()):
         return "and you have not started this run on this machine"
-    if not is_run and (file is None or not is_below(file, (Path.cwd(), recipe.parent))):
+    folders = (Path.cwd().resolve(), recipe.parent.resolve())
+    if not is_run and (file is None or not any(file.resolve().is_relative_to(folder) for folder in folders)):
         return "which is neither below the working folder nor below the recipe's"
     paths = [path for path in (recipe, file) if path is not None and path.exists()]
     return next((f"and {reason}" for path in paths if (reason := open_to_others(path))), "")
@@ -72,11 +73,6 @@ def local_file(module: str) -> Path | None:
         return None
     path = folder.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
-
-
-def is_below(file: Path, folders: Sequence[Path]) -> bool:
-    """Return True for a file in one of the folders or below it, links followed."""
-    return any(file.resolve().is_relative_to(folder.resolve()) for folder in folders)
 
 
 def open_to_others(file: Path) -> str:

@@ -9,6 +9,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megabatch.errors import in_one_line
 from megabatch.train.model.architecture import BYTES_MARK
@@ -45,7 +46,7 @@ def byte_level(tokenizer: ByT5Tokenizer) -> PreTrainedTokenizerFast:
     """
     special = [token for token, _ in sorted(tokenizer.get_added_vocab().items(), key=lambda pair: pair[1])]
     vocabulary = {token: tokenizer.get_added_vocab()[token] for token in special}
-    vocabulary |= {character: byte + tokenizer.offset for byte, character in enumerate(byte_characters())}
+    vocabulary |= {character: byte + tokenizer.offset for byte, character in bytes_to_unicode().items()}
     backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = ByteLevelDecoder()
@@ -62,12 +63,3 @@ def byte_level(tokenizer: ByT5Tokenizer) -> PreTrainedTokenizerFast:
         chat_template=tokenizer.chat_template,
         **{BYTES_MARK: True},
     )
-
-
-def byte_characters() -> list[str]:
-    """Return the character by which a byte-level tokenizer names each of the 256 bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable}
-    names |= {byte: chr(256 + place) for place, byte in enumerate(hidden)}
-    return [names[byte] for byte in range(256)]

@@ -37,12 +37,10 @@ def checkpoints_of(folder: Path) -> Path:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the path of a run's checkpoint."""
     return checkpoints_of(folder) / f"step-{step}"
 
 
 def unfinished_of(checkpoint: Path) -> Path:
-    """Return the path of a checkpoint while it is written or deleted."""
     return checkpoint.with_name(checkpoint.name + UNFINISHED)
 
 
@@ -79,5 +77,4 @@ def named_by(pointer: Path) -> str:
 
 
 def step_named_by(pointer: Path) -> int | None:
-    """Return the step that a pointer names, if it names one."""
     return step_of(named_by(pointer))

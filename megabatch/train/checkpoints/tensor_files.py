@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -61,11 +61,7 @@ CLASSES = {
 }  # fmt: skip
 CUT_OFF = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")
 NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
-NUMPY_TYPES: list[Any] = [
-    NUMPY_SCALAR,
-    np.dtype,
-    *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
-]
+NUMPY_TYPES: list[Any] = [NUMPY_SCALAR, np.dtype, *{type(np.dtype(code)) for code in "?bhilqBHILQefd"}]
 
 
 def states_of(state: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -113,13 +109,10 @@ def _write_states(states: Mapping[str, Any], to: Path, ranks: Ranks, free_bytes:
         # DCP catches everything.
         if isinstance(first, KeyboardInterrupt):
             raise KeyboardInterrupt from None
-        sizes = f"{gib_text(_tensor_bytes(states))} of tensors, with {gib_text(free_bytes)} free"
+        tensors = [leaf for leaf in tree_leaves(dict(states)) if isinstance(leaf, Tensor)]
+        tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        sizes = f"{gib_text(tensor_bytes)} of tensors, with {gib_text(free_bytes)} free"
         raise MegabatchError(f"cannot write {to} ({write_problem(first)}); make room for it: {sizes}") from None
-
-
-def _tensor_bytes(states: Mapping[str, Any]) -> int:
-    """Return the bytes of the tensors in the states of a run, those of all shards together."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(dict(states)) if isinstance(leaf, Tensor))
 
 
 def write_problem(error: BaseException) -> str:
@@ -159,7 +152,11 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *_: Any, **_of_a_rank: Any) -> Metadata:
         """Return what the checkpoint holds, and where."""
         with os.fdopen(open_file(Path(self.path) / DESCRIPTION), "rb") as file:
-            layout = _read_description(file)
+            layout: Any = _DescriptionUnpickler(file).load()
+        if not isinstance(layout, Metadata):
+            raise pickle.UnpicklingError(
+                f"{DESCRIPTION} holds a {type(layout).__name__}, not what describes a checkpoint"
+            )
         lengths: dict[str, int] = {}
         for part in (layout.storage_data or {}).values():
             if not is_plain_name(part.relative_path):
@@ -173,13 +170,6 @@ class SafeReader(FileSystemReader):
         layout.storage_meta = layout.storage_meta or StorageMeta()
         layout.storage_meta.load_id = self.load_id
         return layout
-
-
-def _read_description(file: IO[bytes]) -> Metadata:
-    layout = _DescriptionUnpickler(file).load()
-    if not isinstance(layout, Metadata):
-        raise pickle.UnpicklingError(f"{DESCRIPTION} holds a {type(layout).__name__}, not what describes a checkpoint")
-    return layout
 
 
 class _DescriptionUnpickler(pickle.Unpickler):

@@ -23,7 +23,10 @@ def measure(rendezvous: Rendezvous, path: Path) -> None:
     """
     check_device_path(path)
     ranks = init_ranks(rendezvous, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
-    figures = measure_device(ranks.device, nearest_device(ranks.device), print_line if ranks.rank == 0 else None)
+    is_cuda = ranks.device.type == "cuda"
+    name = kind_of(f"GPU 0: {torch.cuda.get_device_name(ranks.device)}") if is_cuda else "cpu"
+    like = next((device for device in DEVICES if device.startswith(name)), "a100-80g")
+    figures = measure_device(ranks.device, like, print_line if ranks.rank == 0 else None)
     ranks.on_main(lambda: replace_text(path, device_toml(figures)), str(path))
     if ranks.rank == 0:
         print_line(f"wrote {path}; plan with --device {path}")
@@ -40,9 +43,3 @@ def check_device_path(path: Path) -> None:
             raise MegabatchError(
                 f"--measure is {str(path)!r}, which is there and no device file; name another"
             ) from None
-
-
-def nearest_device(device: torch.device) -> str:
-    """Return the known device that lends the figures that are not measured."""
-    name = kind_of(f"GPU 0: {torch.cuda.get_device_name(device)}") if device.type == "cuda" else "cpu"
-    return next((known for known in DEVICES if known.startswith(name)), "a100-80g")

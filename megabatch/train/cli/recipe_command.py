@@ -27,7 +27,12 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     recipe = Path(arguments[0])
     pairs, overrides = split_options(arguments[1:], *options_of(COMMANDS[name]))
     options = dict(pairs)
-    check_options(name, overrides)
+    names = [option for options in options_of(COMMANDS[name]) for option in options]
+    for word in overrides:
+        # Every key of a recipe has a dot.
+        option = word.lstrip("-").partition("=")[0]
+        if "." not in option and option not in FOREIGN_KEYS and (near_option := nearest(option, names)) is not None:
+            raise MegabatchError(f"unknown option {word.partition('=')[0]}; the nearest one is --{near_option}")
     if recipe.is_file() and ending_of(recipe.name) in KINDS:
         raise MegabatchError(f"{recipe} is data, not a recipe; write a recipe for it: megabatch init --data {recipe}")
     if "sweep" in options:
@@ -55,15 +60,6 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
             f"run.init_from is {start!r}, which holds no checkpoint{near(Path(start))}; name the folder of a run"
         )
     return config
-
-
-def check_options(name: str, overrides: Sequence[str]) -> None:
-    """Raise for a word that is nearly an option of the command; every key of a recipe has a dot."""
-    known = [option for options in options_of(COMMANDS[name]) for option in options]
-    for word in overrides:
-        option = word.lstrip("-").partition("=")[0]
-        if "." not in option and option not in FOREIGN_KEYS and (known_option := nearest(option, known)) is not None:
-            raise MegabatchError(f"unknown option {word.partition('=')[0]}; the nearest one is --{known_option}")
 
 
 def measures(name: str, arguments: Sequence[str]) -> bool:

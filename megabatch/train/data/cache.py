@@ -183,7 +183,15 @@ def put(entry: CacheEntry, console: Console) -> None:
     named = samples_of(entry.source, entry.key, entry.config, entry.tokenizer, skipped)
     progress = console.progress(f"tokenizing {entry.key}", entry.source.max_samples, "rows")
     try:
-        remove_left_over(folder, console)
+        # Asked anew, since another run may have made it meanwhile.
+        if folder.exists() and (damage := find_damage(folder)):
+            console.warn(f"the tokenized data in {folder} is damaged ({damage}); it is made anew")
+            remove_path(folder)
+        for unfinished in folder.parent.glob(f".{folder.name}.*{UNFINISHED}"):
+            # Another run is as far, or has finished it.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - unfinished.stat().st_mtime > SECONDS_OF_WRITING:
+                    remove_path(unfinished)
         with new_folder(folder) as unfinished, progress as advance:
             try:
                 write_samples(unfinished, named, skipped, advance)
@@ -200,19 +208,6 @@ def put(entry: CacheEntry, console: Console) -> None:
             f"cannot write tokenized data to {folder.parent} ({error.strerror or error}); set data.cache to a folder "
             "that can be written and has room"
         ) from None
-
-
-def remove_left_over(folder: Path, console: Console) -> None:
-    """Remove an entry that is damaged, and what runs that were killed have left of it."""
-    # Asked anew, since another run may have made it meanwhile.
-    if folder.exists() and (damage := find_damage(folder)):
-        console.warn(f"the tokenized data in {folder} is damaged ({damage}); it is made anew")
-        remove_path(folder)
-    for unfinished in folder.parent.glob(f".{folder.name}.*{UNFINISHED}"):
-        # Another run is as far, or has finished it.
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - unfinished.stat().st_mtime > SECONDS_OF_WRITING:
-                remove_path(unfinished)
 
 
 def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped, advance: Callable[[int], None]) -> None:

@@ -28,7 +28,6 @@ MAX_SAMPLE_TOKENS = 4096
 # A tenth of so few files is too little to evaluate on: their lines are the documents.
 FEW_FILES = 40
 ROWS_AT_ONCE = 1000
-# Several rows of each label on average.
 MIN_TEXT = 20
 
 # In fewer updates nothing is learned that a page could show.

@@ -11,15 +11,7 @@ import tomli_w
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.sources import HUB_ID, expanded, find_files
-from megabatch.train.init.data_survey import (
-    MAX_SAMPLE_TOKENS,
-    NUM_HELD_OUT,
-    Size,
-    Survey,
-    option_of,
-    size_of,
-    survey,
-)
+from megabatch.train.init.data_survey import MAX_SAMPLE_TOKENS, NUM_HELD_OUT, Size, Survey, option_of, size_of, survey
 from megabatch.train.init.hardware import Hardware, read_hardware, seen_hardware
 from megabatch.train.runtime.console import Console, print_line
 from megabatch.train.runtime.files import write_new
@@ -165,15 +157,15 @@ def found_lines(findings: Survey, size: Size) -> list[str]:
         return []
     count, lengths = len(findings.lengths), findings.lengths
     lines = [f"{count:,} samples of {sum(lengths) / count:,.0f} bytes on average, {max(lengths):,} at most"]
-    read = [f"{key} = {field_text(findings.keys[key])}" for key in findings.keys if key.endswith("_field")]
+    fields = {key: value for key, value in findings.keys.items() if key.endswith("_field")}
+    read = [f"{key} = {value if isinstance(value, str) else ' + '.join(value)}" for key, value in fields.items()]
     lines.append(f"read: {', '.join(read)}")
     if findings.guesses:
         options = "--text-field, --label-field, --prompt-field and --response-field"
         lines.append(f"{'; '.join(findings.guesses)}; {options} name others")
     if "label_field" in findings.keys:
-        lines.append(
-            f"labels: {', '.join(f'{label} ({number:,})' for label, number in findings.labels.most_common(12))}"
-        )
+        commonest = [f"{label} ({number:,})" for label, number in findings.labels.most_common(12)]
+        lines.append(f"labels: {', '.join(commonest)}")
     if findings.unread:
         advice = f" ({len(findings.labels)} values in {_count(count, 'row')}; --task classification trains on them)"
         # Labels that are not read have too few rows of each, or too many values.
@@ -188,16 +180,11 @@ def found_lines(findings: Survey, size: Size) -> list[str]:
     return lines
 
 
-def field_text(field: str | list[str]) -> str:
-    return field if isinstance(field, str) else " + ".join(field)
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def recipe_text(file: str, model: str | None, findings: Survey, size: Size, hardware: Hardware) -> str:
-    """Return the whole recipe."""
     is_cpu, is_classifier = hardware.device == "cpu", "label_field" in findings.keys
     subject = "A small model, from nothing," if model is None else f"{model}, fine-tuned"
     limit = "# max_microbatch_tokens = 16384 # else the most that fits is measured before the first update"
@@ -208,18 +195,24 @@ def recipe_text(file: str, model: str | None, findings: Survey, size: Size, hard
     steps = decay = ""
     if size.max_steps is not None:
         updates = ""
-        steps = (
-            f"max_steps = {size.max_steps} # a first look: leave it and optim.decay_steps out to see all of the data\n"
-        )
+        note = "a first look: leave it and optim.decay_steps out to see all of the data"
+        steps = f"max_steps = {size.max_steps} # {note}\n"
         decay = f"decay_steps = {size.max_steps}\n"
     model_lines = SMALL_MODEL
-    if model is not None:
+    if is_classifier:
+        model_lines = CLASSIFIER.format(
+            tokenizer=model or "bytes",
+            base="a small ModernBERT on bytes, from nothing" if model is None else model,
+            labels=json.dumps(sorted(findings.labels), ensure_ascii=False),
+            sizes=SMALL_CLASSIFIER if model is None else tomli_w.dumps({"name": model}).rstrip(),
+        )
+    elif model is not None:
         model_lines = f"[model]\n{tomli_w.dumps({'name': model})}{'' if is_cpu else GPU_KEYS}"
     text = RECIPE.format(
         title=" ".join(f"{subject} on {findings.keys.get('path', 'stdlib')}.".split()),
         launch=launch_command(file, hardware),
         file=shlex.quote(file),
-        model=classifier_text(model, findings) if is_classifier else model_lines,
+        model=model_lines,
         data=labeled_text(model, findings) if is_classifier else data_text(model, findings, size),
         batch=size.global_batch_size,
         unit="samples" if size.pack_tokens is None else f"rows of {size.pack_tokens} tokens",
@@ -239,8 +232,13 @@ def recipe_text(file: str, model: str | None, findings: Survey, size: Size, hard
 
 
 def data_text(model: str | None, findings: Survey, size: Size) -> str:
-    """Return the lines of [data]."""
-    lines = [line for key, value in findings.keys.items() for line in toml_lines(key, value)]
+    lines: list[str] = []
+    for key, value in findings.keys.items():
+        if isinstance(value, str):
+            lines += tomli_w.dumps({key: value}).splitlines()
+        else:
+            names = json.dumps(value, ensure_ascii=False)
+            lines.append(f"{key} = {names} # joined by newlines, without those that are empty")
     if "source" in findings.keys and "path" in findings.keys:
         kinds = {"text": "a line is a document; documents: a file", "documents": "a file is a document; text: a line"}
         lines[1] += f" # {kinds[findings.keys['source']]}"
@@ -258,32 +256,10 @@ def data_text(model: str | None, findings: Survey, size: Size) -> str:
     return "\n".join(lines) + "\n"
 
 
-def toml_lines(key: str, value: str | list[str]) -> list[str]:
-    """Return a key as TOML; a list in one line."""
-    if isinstance(value, str):
-        return tomli_w.dumps({key: value}).splitlines()
-    return [f"{key} = {json.dumps(value, ensure_ascii=False)} # joined by newlines, without those that are empty"]
-
-
-def classifier_text(model: str | None, findings: Survey) -> str:
-    """Return the lines of [model] of a classifier."""
-    return CLASSIFIER.format(
-        tokenizer=model or "bytes",
-        base="a small ModernBERT on bytes, from nothing" if model is None else model,
-        labels=json.dumps(sorted(findings.labels), ensure_ascii=False),
-        sizes=SMALL_CLASSIFIER if model is None else tomli_w.dumps({"name": model}).rstrip(),
-    )
-
-
 def labeled_text(model: str | None, findings: Survey) -> str:
-    """Return the lines of [data] of a classifier."""
     options = {**findings.keys, "tokenizer": model or "bytes", "max_tokens": 512}
-    lines = [
-        'function = "megabatch.train.classification:data"',
-        "",
-        "[data.options]",
-        *tomli_w.dumps(options).splitlines(),
-    ]
+    lines = ['function = "megabatch.train.classification:data"', "", "[data.options]"]
+    lines += tomli_w.dumps(options).splitlines()
     lines[-1] += " # longer texts are cut"
     lines.append(f"labels = {json.dumps(sorted(findings.labels), ensure_ascii=False)}")
     if findings.num_broken:
@@ -293,7 +269,6 @@ def labeled_text(model: str | None, findings: Survey) -> str:
 
 
 def launch_command(file: str, hardware: Hardware) -> str:
-    """Return the command that trains."""
     words = f"megabatch train {shlex.quote(file)}"
     if hardware.per_node * hardware.num_nodes == 1:
         return words

@@ -94,10 +94,27 @@ def adapt(model: nn.Module, config: ModelConfig) -> str:
         ) from None
     layers = dict(layers_of(model))
     for key in ("rank_pattern", "alpha_pattern"):
-        check_patterns(f"model.lora.{key}", getattr(lora, key), layers)
-    give_types(layers, dtype_of(config))
-    for name in whole_of(model, config):
-        train_whole(model, name)
+        for pattern in getattr(lora, key) or ():
+            if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in layers):
+                raise MegabatchError(
+                    f"model.lora.{key} has {pattern!r}, which matches no layer with an adapter; those are "
+                    f"{there_are(layers)}"
+                )
+    for layer in layers.values():
+        weight = layer.get_base_layer().weight
+        dtype = weight.dtype if weight.is_floating_point() else dtype_of(config)
+        for name, parameter in layer.named_parameters():
+            if "lora_" in name:
+                # bfloat16 would round most steps away.
+                parameter.data = parameter.data.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+    whole_targets = (config.lora or {}).get(WHOLE) or []
+    if not isinstance(whole_targets, list):
+        raise MegabatchError(
+            f'model.lora.{WHOLE} is {whole_targets!r}; give a list of names of modules: ["lm_head"], say'
+        )
+    for target in cast("list[object]", whole_targets):
+        for name in named(WHOLE, target, dict(model.named_modules())):
+            train_whole(model, name)
     return words_of(model, layers)
 
 
@@ -140,16 +157,7 @@ def peft() -> Any:
         ) from None
 
 
-def whole_of(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Return the names of the modules that are trained whole. Raises `MegabatchError` for a name that no module has."""
-    wanted, modules = (config.lora or {}).get(WHOLE) or [], dict(model.named_modules())
-    if not isinstance(wanted, list):
-        raise MegabatchError(f'model.lora.{WHOLE} is {wanted!r}; give a list of names of modules: ["lm_head"], say')
-    return [name for target in cast("list[object]", wanted) for name in named(WHOLE, target, modules)]
-
-
 def named(key: str, target: object, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of the modules that end with ``target``. Raises `MegabatchError` if there is none."""
     names = [name for name in modules if f".{name}".endswith(f".{target}")]
     if not names:
         raise MegabatchError(
@@ -179,29 +187,10 @@ def owners_of(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
-def check_patterns(key: str, patterns: Mapping[str, Any], layers: Mapping[str, nn.Module]) -> None:
-    """Raise for a pattern that none of the adapted layers matches."""
-    for pattern in patterns or ():
-        if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in layers):
-            raise MegabatchError(
-                f"{key} has {pattern!r}, which matches no layer with an adapter; those are {there_are(layers)}"
-            )
-
-
 def there_are(modules: Mapping[str, nn.Module]) -> str:
     """Return the last parts of the names of modules that have a matrix."""
     with_matrix = [name for name, module in modules.items() if getattr(getattr(module, "weight", None), "ndim", 0) >= 2]
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in with_matrix))
-
-
-def give_types(layers: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Give adapters the dtype of their base, or float32 in place of bfloat16, which would round most steps away."""
-    for layer in layers.values():
-        weight = layer.get_base_layer().weight
-        base_dtype = weight.dtype if weight.is_floating_point() else dtype
-        for name, parameter in layer.named_parameters():
-            if "lora_" in name:
-                parameter.data = parameter.data.to(torch.float32 if base_dtype == torch.bfloat16 else base_dtype)
 
 
 def words_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> str:

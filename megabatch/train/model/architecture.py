@@ -53,7 +53,12 @@ def architecture_of(config: ModelConfig) -> PreTrainedConfig:
     """Return transformers' config for ``model.name`` or ``model.config``. Raises `MegabatchError` in one line."""
     with silence():
         architecture = saved_architecture(config.name) if config.name is not None else new_architecture(config)
-    check_sizes(architecture)
+    for key in ("num_hidden_layers", "vocab_size"):
+        value = getattr(architecture, key, None)
+        if isinstance(value, int) and value < 1:
+            # transformers builds a model without layers or without a vocabulary all the same.
+            name = architecture.attribute_map.get(key, key)
+            raise MegabatchError(f"model.config.{name} is {value}; it must be at least 1: change it there")
     check_own_code(architecture, config)
     return architecture
 
@@ -114,17 +119,6 @@ def saved_architecture(name: str) -> PreTrainedConfig:
             "model.lora and model.quantize for a base in four bits"
         )
     return config
-
-
-def check_sizes(architecture: PreTrainedConfig) -> None:
-    """Raise for a model without layers or without a vocabulary; transformers builds it all the same."""
-    names = architecture.attribute_map
-    for key in ("num_hidden_layers", "vocab_size"):
-        value = getattr(architecture, key, None)
-        if isinstance(value, int) and value < 1:
-            raise MegabatchError(
-                f"model.config.{names.get(key, key)} is {value}; it must be at least 1: change it there"
-            )
 
 
 def check_own_code(architecture: PreTrainedConfig, config: ModelConfig) -> None:
@@ -253,7 +247,6 @@ def refused(config: ModelConfig, error: Exception) -> MegabatchError:
 
 
 def key_of(config: ModelConfig) -> str:
-    """Return the key that names the model."""
     return "model.config" if config.name is None else f"model.name = {config.name!r}"
 
 
@@ -285,7 +278,6 @@ def read_tokenizer(source: str, key: str) -> Any:
 
 
 def is_bytes(folder: Path) -> bool:
-    """Return True if a folder has the tokenizer of bytes."""
     described = folder / "tokenizer_config.json"
     if not described.is_file():
         return False

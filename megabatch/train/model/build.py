@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch import JointLoss
@@ -316,7 +312,14 @@ def prepare(model: nn.Module, config: ModelConfig, num_shapes: int | None = None
         note = ", without attention and every second matrix product" * (config.activation_checkpointing == "selective")
         words.append(f"activations are recomputed in backward, layer by layer{note}")
     if config.compile:
-        check_compiler()
+        try:
+            torch.compile(torch.neg)(torch.ones(2))
+        except Exception as error:
+            # Otherwise it shows in the first update.
+            raise MegabatchError(
+                f"model.compile is set and torch.compile does not work here ({in_one_line(error)}); "
+                "install the compiler that it asks for, or leave compile out"
+            ) from None
         layers = [layer for part in models_of(model) for layer in list(blocks_of(part).values()) or [part]]
         for layer in layers:
             layer.compile(dynamic=None if num_shapes is None else False)
@@ -326,17 +329,6 @@ def prepare(model: nn.Module, config: ModelConfig, num_shapes: int | None = None
         words.append(f"compiled: {len(layers)} layers" if layers[0] is not model else "compiled as a whole")
     model.train()
     return words
-
-
-def check_compiler() -> None:
-    """Raise where torch.compile cannot work on this machine, which otherwise shows in the first update."""
-    try:
-        torch.compile(torch.neg)(torch.ones(2))
-    except Exception as error:
-        raise MegabatchError(
-            f"model.compile is set and torch.compile does not work here ({in_one_line(error)}); "
-            "install the compiler that it asks for, or leave compile out"
-        ) from None
 
 
 def checkpoint_activations(model: nn.Module, *, selective: bool = False) -> None:
@@ -445,7 +437,6 @@ def logits_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
 
 
 def logits_through(model: "Pipeline", inputs: dict[str, Tensor]) -> Tensor:
-    """Return the logits of a pipeline, on all of its ranks; collective."""
     from megabatch.pipeline import evaluate
 
     outputs: list[Tensor] = []

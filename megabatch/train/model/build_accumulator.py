@@ -36,10 +36,7 @@ NAMED = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, KEYS))})(?!\w)")
 
 
 def build_accumulator(
-    model: nn.Module | list[nn.Module],
-    config: Config,
-    limit: TunedLimit | None,
-    extensions: Sequence[Extension] = (),
+    model: nn.Module | list[nn.Module], config: Config, limit: TunedLimit | None, extensions: Sequence[Extension] = ()
 ) -> GradientAccumulator:
     """Build the accumulator of a wrapped model. Collective.
 
@@ -52,25 +49,21 @@ def build_accumulator(
     Raises:
         PlanError: with the recipe's names, for settings that this model cannot have.
     """
-    with use_recipe_keys(), _autocast_of(model, config):
+    autocast: AbstractContextManager[object] = contextlib.nullcontext()
+    if config.update.one_row and not isinstance(model, list):
+        # The accumulator runs the model once when it is built, to check a row's samples.
+        name = "fsdp2" if isinstance(model, FSDPModule) else "plain"
+        autocast = computing(config.model, name, next(model.parameters()).device)
+    batching = OneRow() if config.update.one_row else None
+    if config.update.long_samples == "cut":
+        batching = InsideSamples()
+    with use_recipe_keys(), autocast:
         gradient = GradientAccumulator(
-            model,
-            planner=planner_of(config, limit),
-            sync=config.update.sync,
-            accumulate_dtype=accumulation_of(config.update),
-            batching=batching_of(config),
-            extensions=extensions,
-        )
+            model, planner=planner_of(config, limit), sync=config.update.sync,
+            accumulate_dtype=accumulation_of(config.update), batching=batching, extensions=extensions,
+        )  # fmt: skip
     gradient.lower_limit(load_oom_limit(config.run))
     return gradient
-
-
-def _autocast_of(model: nn.Module | list[nn.Module], config: Config) -> AbstractContextManager[object]:
-    """Return the autocast for an accumulator that runs the model once when it is built, to check a row's samples."""
-    if not config.update.one_row or isinstance(model, list):
-        return contextlib.nullcontext()
-    name = "fsdp2" if isinstance(model, FSDPModule) else "plain"
-    return computing(config.model, name, next(model.parameters()).device)
 
 
 def planner_of(config: Config, fit: TunedLimit | None) -> Rows | Tokens | Auto | Shapes | SameBits:
@@ -87,22 +80,10 @@ def planner_of(config: Config, fit: TunedLimit | None) -> Rows | Tokens | Auto |
     elif isinstance(tokens, int):
         limit = Tokens(tokens, update.cost)
     else:
-        limit = Auto(memory_bytes_of(config), fit)
+        limit = Auto(None if update.memory is None else read_bytes("update.memory", update.memory), fit)
     if update.same_bits:
         return SameBits(cast(Rows | Tokens, limit))
     return limit if update.shapes is None else Shapes(update.shapes, limit)
-
-
-def batching_of(config: Config) -> OneRow | InsideSamples | None:
-    """Return what makes microbatches of samples; None pads them."""
-    if config.update.long_samples == "cut":
-        return InsideSamples()
-    return OneRow() if config.update.one_row else None
-
-
-def memory_bytes_of(config: Config) -> int | None:
-    """Return the memory that a rank may use; None stands for nine tenths of what is free."""
-    return None if config.update.memory is None else read_bytes("update.memory", config.update.memory)
 
 
 @contextlib.contextmanager

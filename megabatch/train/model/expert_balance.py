@@ -65,7 +65,6 @@ def train_with_router(
 
 
 def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None:
-    """Raise where expert biases cannot be moved."""
     if experts.bias_rate is None:
         if "bias_name" in experts.model_fields_set:
             raise MegabatchError("model.experts.bias_name is set and model.experts.bias_rate is not; leave it out")
@@ -108,12 +107,10 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
 
 
 def router_key(config: Config) -> str:
-    """Return the key that asks for the router loss."""
     return "model.experts.router_loss" if "router_loss" in (config.model.experts or {}) else "loss.router_loss"
 
 
 def with_router_loss(loss_fn: LossFunction, coefficient: float | None, scores: str = "softmax") -> LossFunction:
-    """Return the loss with the router loss beside it."""
     if coefficient is None:
         return loss_fn
     from megabatch.experts import next_token_with_balance

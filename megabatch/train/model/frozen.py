@@ -116,7 +116,6 @@ def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def kind_of(config: ModelConfig) -> str:
-    """Return the name of the format."""
     return f"{config.quantize}, scales in 8 bits" if config.double_quantization else f"{config.quantize}"
 
 
@@ -141,7 +140,6 @@ def dtype_name(weight: Tensor) -> str:
 
 
 def shape_of(weight: Tensor) -> torch.Size:
-    """Return the shape of the numbers that a weight stands for."""
     state: Any = getattr(weight, "quant_state", None)
     return weight.shape if state is None else torch.Size(state.shape)
 
@@ -205,11 +203,9 @@ class TrainedOnly:
         self._learner, self._left_out = learner, left_out
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learner's state without the base."""
         state = self._learner.state_dict()
         return {**state, "model": {name: value for name, value in state["model"].items() if name not in self._left_out}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
         full_state = get_model_state_dict(self._learner.model)
         self._learner.load_state_dict({**state, "model": {**full_state, **state["model"]}})

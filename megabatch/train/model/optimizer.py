@@ -180,7 +180,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
         optimizer = torch_optimizer(groups, config)
     is_bfloat16 = any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"])
     if keeps_low_bits(config, is_bfloat16=is_bfloat16):
-        optimizer = with_low_bits(optimizer, config)
+        try:
+            optimizer = LowBits(optimizer, state_dtype=getattr(torch, config.state_dtype or "float32"))
+        except PlanError as error:
+            reason = str(error).partition(";")[0]
+            raise MegabatchError(f'optim.master is "low_bits" and {reason}; set it to "none"') from None
     else:
         if config.state_dtype is not None:
             raise MegabatchError(
@@ -197,15 +201,6 @@ def keeps_low_bits(config: OptimConfig, *, is_bfloat16: bool) -> bool:
     if config.master == "auto":
         return is_bfloat16 and config.function is None and LowBits.supports(kind_of(config.name))
     return config.master == "low_bits"
-
-
-def with_low_bits(optimizer: optim.Optimizer, config: OptimConfig) -> LowBits:
-    """Return the optimizer in `LowBits`. Raises `MegabatchError` in the recipe's words."""
-    try:
-        return LowBits(optimizer, state_dtype=getattr(torch, config.state_dtype or "float32"))
-    except PlanError as error:
-        reason = str(error).partition(";")[0]
-        raise MegabatchError(f'optim.master is "low_bits" and {reason}; set it to "none"') from None
 
 
 def too_long_warmup(config: OptimConfig, num_updates: int | None) -> list[str]:
@@ -314,7 +309,6 @@ def muon_optimizer(model: nn.Module, config: OptimConfig) -> MuonAndAdamW:
 
 
 def kind_of(name: str) -> Callable[..., optim.Optimizer]:
-    """Return the class of torch.optim with that name."""
     kinds = {
         key: kind
         for key, kind in vars(optim).items()
@@ -363,7 +357,12 @@ def refuse_owned(key: str) -> None:
 
 def tried(kind: Callable[..., optim.Optimizer], arguments: dict[str, Any], groups: Sequence[Group]) -> dict[str, Any]:
     """Return the arguments, fused if that works, which a step on one tensor of zeros of each kind shows."""
-    likes = kinds_of_tensors([parameter for group in groups for parameter in group["params"]])
+    smallest: dict[object, Tensor] = {}
+    for parameter in sorted((part for group in groups for part in group["params"]), key=Tensor.numel):
+        # Experts have a mesh of their own.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        smallest.setdefault((mesh, parameter.dtype, parameter.device, parameter.ndim < 2), parameter)
+    likes = list(smallest.values())
     # Fused on a CPU, the last elements of a tensor are rounded in another way, so that bits depend on the shards.
     depends_on_shards = any(isinstance(like, DTensor) and like.device.type == "cpu" for like in likes)
     fusable = takes(kind, "fused") and "fused" not in arguments and not depends_on_shards
@@ -381,21 +380,9 @@ def tried(kind: Callable[..., optim.Optimizer], arguments: dict[str, Any], group
     raise MegabatchError(f"torch's {name} refuses its arguments ({problem}); change optim.options")
 
 
-def kinds_of_tensors(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the smallest parameter of each layout, type and kind."""
-    smallest: dict[object, Tensor] = {}
-    for parameter in sorted(parameters, key=lambda parameter: parameter.numel()):
-        # Experts have a mesh of their own.
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        key = (mesh, parameter.dtype, parameter.device, parameter.ndim < 2)
-        smallest.setdefault(key, parameter)
-    return list(smallest.values())
-
-
 def problem_of(
     kind: Callable[..., optim.Optimizer], arguments: Mapping[str, Any], likes: Sequence[Tensor]
 ) -> str | None:
-    """Make such an optimizer and step it. Return the problem, or None."""
     zeros = [nn.Parameter(torch.zeros_like(like)) for like in likes]
     for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter)
@@ -423,12 +410,7 @@ def own_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer:
     if not isinstance(optimizer, optim.Optimizer):
         kind = type(optimizer).__name__
         raise MegabatchError(f"{title} returned a {kind}; return a torch.optim.Optimizer over the groups it is given")
-    check_groups(title, optimizer, {id(parameter) for group in groups for parameter in group["params"]})
-    return optimizer
-
-
-def check_groups(title: str, optimizer: optim.Optimizer, wanted: set[int]) -> None:
-    """Raise unless the optimizer has every trainable parameter once, and a learning rate to schedule."""
+    wanted = {id(parameter) for group in groups for parameter in group["params"]}
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if set(held) != wanted or len(held) != len(wanted):
         raise MegabatchError(
@@ -437,6 +419,7 @@ def check_groups(title: str, optimizer: optim.Optimizer, wanted: set[int]) -> No
         )
     if not all("lr" in group for group in optimizer.param_groups):
         raise MegabatchError(f'{title} made an optimizer without "lr" in its groups; optim.schedule needs it there')
+    return optimizer
 
 
 def fill_gradients(optimizer: optim.Optimizer, *_: Any) -> None:

@@ -8,7 +8,7 @@ model is never whole anywhere.
 import contextlib
 import hashlib
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -72,23 +72,19 @@ def own_source(config: ModelConfig, seed: int) -> ModelSource:
     with seeded(seed, "model.function"), blamed(f"model.function {name!r}", "mend it, or model.options"):
         model = function(**config.options)
     if isinstance(model, list | tuple | Mapping):
-        model = several_models(name, cast(Any, model))
+        models: Any = model
+        try:
+            model = nn.ModuleDict(models) if isinstance(models, Mapping) else nn.ModuleList(models)
+        except (TypeError, KeyError) as error:
+            raise MegabatchError(
+                f"model.function {name!r} returns a {type(models).__name__} that is none of torch modules "
+                f"({in_one_line(error)}); return modules, in a mapping by names"
+            ) from None
     if not isinstance(model, nn.Module):
         raise MegabatchError(
             f"model.function {name!r} returns a {type(model).__name__}; expected a torch module: return one"
         )
     return ModelSource(model.to(dtype_of(config)), f"{type(model).__name__} of {name}, made whole on every rank")
-
-
-def several_models(name: str, models: Sequence[Any] | Mapping[Any, Any]) -> nn.Module:
-    """Return the models that model.function gives in a ModuleList or a ModuleDict."""
-    try:
-        return nn.ModuleDict(models) if isinstance(models, Mapping) else nn.ModuleList(models)
-    except (TypeError, KeyError) as error:
-        raise MegabatchError(
-            f"model.function {name!r} returns a {type(models).__name__} that is none of torch modules "
-            f"({in_one_line(error)}); return modules, in a mapping by names"
-        ) from None
 
 
 def is_several(model: nn.Module) -> bool:
@@ -97,7 +93,6 @@ def is_several(model: nn.Module) -> bool:
 
 
 def models_of(model: nn.Module) -> list[nn.Module]:
-    """Return the models in a container, or the one that is none."""
     return list(model.children()) if is_several(model) else [model]
 
 
@@ -117,7 +112,6 @@ def fresh_source(
 def saved_source(
     outline: PreTrainedModel, config: ModelConfig, architecture: PreTrainedConfig, seed: int, *, sharded: bool
 ) -> ModelSource:
-    """Return the outline, to be filled from its files by the shard, or the whole model."""
     check_weights(cast(str, config.name))
     text = f"{type(outline).__name__}, weights of {config.name}"
     if not sharded:
@@ -238,10 +232,13 @@ def fill(
     """
     pending = Pending(model, device, weights_on or device)
     for tensor, names in list(pending.names.items()) if saved is not None else []:
-        pending.settle_saved(tensor, names, cast(Saved, saved))
+        rows, *slices = region_of(tensor) if isinstance(tensor, DTensor) else [None]
+        part = cast(Saved, saved).read(names, rows)
+        if part is not None:
+            pending.settle(tensor, part[(slice(None), *slices)].contiguous() if slices else part)
     for unit in units:
         tensors = [tensor for module in unit.modules() for tensor in own_tensors(module).values()]
-        wholes = {tensor: pending.put_whole(tensor) for tensor in tensors if tensor in pending.names}
+        wholes = {tensor: pending.put(tensor) for tensor in tensors if tensor in pending.names}
         if wholes:
             with seeded(seed, unit.name):
                 initialize(unit)
@@ -265,21 +262,6 @@ class Pending:
                 self.names.setdefault(tensor, []).append(f"{path}.{name}".removeprefix("."))
                 self._places.setdefault(tensor, []).append((module, name))
 
-    def put_whole(self, tensor: Tensor) -> Tensor:
-        """Put a whole tensor of zeros on the CPU where the one without memory stands."""
-        return self._put(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype))
-
-    def settle_saved(self, tensor: Tensor, names: list[str], saved: Saved) -> None:
-        """Put into its place what is saved of a tensor, if it is."""
-        if not isinstance(tensor, DTensor):
-            part = saved.read(names, None)
-        else:
-            rows, *slices = region_of(tensor)
-            part = saved.read(names, rows)
-            part = None if part is None else part[(slice(None), *slices)].contiguous()
-        if part is not None:
-            self.settle(tensor, part)
-
     def settle(self, tensor: Tensor, values: Tensor) -> None:
         """Put values into their place: all of a tensor, or this rank's part."""
         values = values.to(self._weights_on if isinstance(tensor, nn.Parameter) else self._device, tensor.dtype)
@@ -287,10 +269,12 @@ class Pending:
             # from_local would change the device.
             part, values = values, torch.empty_like(tensor, device=values.device)
             cast(DTensor, values).to_local().copy_(part)
-        setattr(self._put(tensor, values), INITIALIZED, True)
+        setattr(self.put(tensor, values), INITIALIZED, True)
         del self.names[tensor], self._places[tensor]
 
-    def _put(self, tensor: Tensor, new: Tensor) -> Tensor:
+    def put(self, tensor: Tensor, new: Tensor | None = None) -> Tensor:
+        """Put a tensor where the one without memory stands; None: a whole one of zeros, on the CPU."""
+        new = torch.zeros(tensor.shape, dtype=tensor.dtype) if new is None else new
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         for module, name in self._places[tensor]:
@@ -354,32 +338,23 @@ def saved_weights(name: str) -> SavedWeights | None:
     """Return the safetensors files of a folder or a hub id; None where it has none."""
     with silence():
         if (index := file_of(name, INDEX_FILE)) is not None:
-            placed = placed_by(Path(index))
-            paths = {file: listed(name, file) for file in set(placed.values())}
-            return SavedWeights({tensor: paths[file] for tensor, file in placed.items()})
+            try:
+                files = dict[str, str](json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise MegabatchError(f"cannot read {index} ({in_one_line(error)}); copy or download it again") from None
+            paths = {file: file_of(name, file) for file in set(files.values())}
+            for file, path in paths.items():
+                if path is None:
+                    raise MegabatchError(
+                        f"model.name is {name!r}, whose {INDEX_FILE} lists {file}, which is not there; copy or "
+                        "download it again"
+                    )
+            return SavedWeights({tensor: cast(str, paths[file]) for tensor, file in files.items()})
         path = file_of(name, WHOLE_FILE)
     if path is None:
         return None
     with opened(path) as file:
         return SavedWeights(dict.fromkeys(file.keys(), path))
-
-
-def placed_by(index: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
-    try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MegabatchError(f"cannot read {index} ({in_one_line(error)}); copy or download it again") from None
-
-
-def listed(name: str, file: str) -> str:
-    """Return the path of a file that an index lists."""
-    path = file_of(name, file)
-    if path is None:
-        raise MegabatchError(
-            f"model.name is {name!r}, whose {INDEX_FILE} lists {file}, which is not there; copy or download it again"
-        )
-    return path
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.parallel.tensor_parallel import Borders
-from megabatch.train.parallel.wrap import WrapperChoice, boundary_dtype, is_mixed, untested_kind
+from megabatch.train.parallel.wrap import WrapperChoice, computing_dtype, is_mixed, untested_kind
 from megabatch.train.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -37,12 +37,7 @@ class Anatomy:
 
 LLAMA = Anatomy("layers", ("embed_tokens",), "norm")
 # Their runs are compared with those of the whole model.
-ANATOMIES = {
-    "gpt2": Anatomy("h", ("wte", "wpe", "drop"), "ln_f"),
-    "llama": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": LLAMA,
-}
+ANATOMIES = {"gpt2": Anatomy("h", ("wte", "wpe", "drop"), "ln_f"), "llama": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
 
 
 @dataclass(frozen=True)
@@ -241,7 +236,7 @@ def pipeline(
     if wrapper.name == "ddp":
         group = mesh.get_group("dp_replicate")
         modules = [ddp(module, process_group=group) for module in modules]
-    architecture, dtype = stages.model.config, boundary_dtype(config.model)
+    architecture, dtype = stages.model.config, computing_dtype(config.model)
     # The first stage has it, and the last one where its head is tied.
     embedding: nn.Parameter | None = getattr(stages.model.get_input_embeddings(), "weight", None)
     is_tied = architecture.tie_word_embeddings

@@ -244,9 +244,9 @@ def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bo
         case "replicated_with_grad_allreduce":
             return Style(entry=BY_HEAD, taken=BY_HEAD, handed=BY_HEAD, is_plain=True)
         case "colwise_gather_output":
-            return (
-                Head(by_outputs, handed=BY_FEATURE) if loss_parallel else Style(by_outputs, handed=WHOLE, is_plain=True)
-            )
+            if loss_parallel:
+                return Head(by_outputs, handed=BY_FEATURE)
+            return Style(by_outputs, handed=WHOLE, is_plain=True)
         case _:
             raise MegabatchError(
                 f"the tensor-parallel plan of this version of transformers has the entry {entry!r}, which is not "

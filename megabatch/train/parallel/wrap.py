@@ -26,17 +26,8 @@ if TYPE_CHECKING:
 
 # A rule of thumb; parallel.wrapper overrules it.
 SHARD_FROM_PARAMETERS = 1_000_000_000
-CONTEXT_FAMILIES = (
-    "gpt2",
-    "gpt_neox",
-    "llama",
-    "mistral",
-    "olmo2",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    # Tested against uncut runs.
-)
+# Tested against uncut runs.
+CONTEXT_FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
 # Other types look at the longest position, which ranks do not share.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
@@ -59,7 +50,6 @@ class WrapperChoice:
 
     @property
     def is_of_fsdp(self) -> bool:
-        """Return True if it is built on FSDP2."""
         return self.name in ("fsdp2", "replicate")
 
     @property
@@ -90,13 +80,10 @@ def suited(num_ranks: int, model: nn.Module, layout: Layout) -> WrapperChoice:
         name = "fsdp2" if dp_shard > 1 else copies
         return WrapperChoice(name, f"parallel.dp_replicate is {dp_replicate} and parallel.dp_shard {dp_shard}")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = f"{num_parameters:,} parameters are"
     if num_parameters < SHARD_FROM_PARAMETERS:
-        return WrapperChoice(
-            copies, f"{num_parameters:,} parameters are below {SHARD_FROM_PARAMETERS:,}: replicas send least"
-        )
-    return WrapperChoice(
-        "fsdp2", f"{num_parameters:,} parameters are {SHARD_FROM_PARAMETERS:,} or more: sharded they fit"
-    )
+        return WrapperChoice(copies, f"{size} below {SHARD_FROM_PARAMETERS:,}: replicas send least")
+    return WrapperChoice("fsdp2", f"{size} {SHARD_FROM_PARAMETERS:,} or more: sharded they fit")
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -140,7 +127,8 @@ def distribute(
     dense = reduced_mesh(mesh)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy()
     for module in (*blocks, model):
-        has_experts = holds_experts(module)
+        local_parameters = [part for part in module.parameters(recurse=False) if isinstance(part, DTensor)]
+        has_experts = any("ep" in (part.device_mesh.mesh_dim_names or ()) for part in local_parameters)
         over = data_mesh(mesh) if has_experts else dense
         if wrapper.name == "fsdp2":
             # None: as torch does it, the root stays for its backward.
@@ -172,15 +160,6 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(axes)]
 
 
-def holds_experts(module: nn.Module) -> bool:
-    """Return True for a module whose own parameters are experts of this rank."""
-    parameters = module.parameters(recurse=False)
-    return any(
-        isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
-        for parameter in parameters
-    )
-
-
 def place_experts(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     """Return the dim in which a rank's experts are sharded: within each, where ranks cannot get as many of them."""
     num_experts = len(cast(DTensor, parameter).to_local())
@@ -196,7 +175,6 @@ def reshard(model: nn.Module) -> None:
 
 
 def dtype_of(config: ModelConfig) -> torch.dtype:
-    """Return the dtype of the parameters."""
     return getattr(torch, config.dtype)
 
 
@@ -227,11 +205,6 @@ def policy_of(config: ModelConfig, accumulated: torch.dtype | None) -> MixedPrec
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=accumulated or dtype_of(config))
 
 
-def boundary_dtype(config: ModelConfig) -> torch.dtype:
-    """Return the dtype between stages of a model that computes by FSDP2's policy or in one dtype."""
-    return torch.bfloat16 if is_mixed(config) else dtype_of(config)
-
-
 def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> AbstractContextManager[object]:
     """Surround a forward by autocast, if the precision needs it. FSDP2 casts by its own policy."""
     if not is_mixed(config) or wrapper_name == "fsdp2":
@@ -240,7 +213,6 @@ def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> A
 
 
 def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dtype | None) -> str:
-    """Return the precision in words."""
     is_wider = accumulated is not None and accumulated != dtype_of(config)
     added = f", gradients added in {accumulated}".replace("torch.", "") if is_wider else ""
     if not is_mixed(config):
@@ -269,23 +241,21 @@ def check_attention_is_causal(model: PreTrainedModel) -> None:
             f"context parallelism was asked for a model of type {config.model_type!r}, where it is not tested; "
             f"use one of {', '.join(CONTEXT_FAMILIES)}, or a mesh without cp"
         )
-    if attention := _other_attention(config):
-        raise PlanError(f"the model has {attention}; context parallelism needs full causal attention in every layer")
+    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+    if window := getattr(config, "sliding_window", None):
+        kinds = kinds or [f"a sliding window of {window} tokens"]
+    if not getattr(config, "is_causal", True):
+        kinds = kinds or ["attention that is not causal"]
+    if kinds:
+        raise PlanError(
+            f"the model has {', '.join(kinds)}; context parallelism needs full causal attention in every layer"
+        )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type not in ROPE_TYPES:
             raise PlanError(
                 f"the model's rotary positions are of type {rope_type!r}, which looks at the longest position that a "
                 f"rank has; context parallelism needs one of {', '.join(ROPE_TYPES)}"
             )
-
-
-def _other_attention(config: Any) -> str | None:
-    """Describe what a layer has that is not full causal attention, or return None."""
-    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
-    window = getattr(config, "sliding_window", None)
-    if kinds or window:
-        return ", ".join(kinds) or f"a sliding window of {window} tokens"
-    return None if getattr(config, "is_causal", True) else "attention that is not causal"
 
 
 def _rope_types(parameters: Any) -> list[str]:

@@ -34,9 +34,8 @@ def show_recipe(config: Config) -> None:
     tokenizer = load_tokenizer(config.model)
     legend = f"learned tokens are {'green' if marks is COLORS else 'between ' + ' and '.join(marks)}"
     if config.data.function is not None:
-        samples = own_samples(config, Ranks(0, 1, torch.device("cpu")), Console(enabled=False, loss_digits=4), None)[
-            TRAIN
-        ]
+        console = Console(enabled=False, loss_digits=4)
+        samples = own_samples(config, Ranks(0, 1, torch.device("cpu")), console, None)[TRAIN]
         if len(samples) and has_token_labels(samples.at(0), tokenizer):
             print_line(legend)
         print_line(f"\n{config.data.function}: {count(len(samples), 'sample')}")
@@ -132,9 +131,8 @@ def is_tokens(value: Any) -> bool:
 def shape_text(value: Any) -> str:
     """Return the number of a scalar, the shape of a tensor, the type of all else."""
     if isinstance(value, Tensor):
-        return (
-            str(value.item()) if value.ndim == 0 else f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        )
+        shape = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return str(value.item()) if value.ndim == 0 else shape
     return repr(value)[:80] if isinstance(value, str | int | float) else type(value).__name__
 
 

@@ -11,12 +11,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from megabatch.errors import in_one_line
 from megabatch.train.checkpoints.run_folder import TRACKING
@@ -135,7 +135,10 @@ class Tracker(ABC):
     def __init__(self, config: Config, first_step: int) -> None:
         self._name = config.tracking.name or Path(config.run.folder).absolute().name
         path = Path(config.run.folder) / TRACKING
-        tracker, ids = type(self).__name__.lower(), read_ids(path)
+        tracker, ids = type(self).__name__.lower(), dict[str, str]()
+        # A tracker begins a new run where the file is missing or damaged.
+        with suppress(OSError, ValueError, TypeError):
+            ids = dict(json.loads(read_file(path)))
         self._module: Any = import_module(tracker)
         self._saved = ids.get(tracker)
         replace_text(path, json.dumps(ids | {tracker: self._open(config)}, indent=1) + "\n")
@@ -219,12 +222,3 @@ class Mlflow(Tracker):
 OPENERS: dict[str, Callable[[Config, int], Logger]] = {
     TENSORBOARD: TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio,
 }  # fmt: skip
-
-
-def read_ids(path: Path) -> dict[str, str]:
-    """Return the run's id at each tracker; none where the file is missing or damaged: then it is a new run there."""
-    try:
-        ids = json.loads(read_file(path))
-    except (OSError, ValueError):
-        return {}
-    return cast(dict[str, str], ids) if isinstance(ids, dict) else {}

@@ -103,7 +103,6 @@ def one_line_for_damage(folder: Path) -> Generator[None]:
 
 
 def check_run(folder: Path) -> None:
-    """Raise where the folder has no run, or a run without rows."""
     if not folder.is_dir():
         raise MegabatchError(f"{folder} is no folder; give the folder of a run, for example runs/stdlib")
     if not (folder / METRICS).is_file():
@@ -168,7 +167,6 @@ def resumes_of(updates: Sequence[Row], starts: Sequence[Row]) -> list[int]:
 
 
 def of_journals(folder: Path) -> Story:
-    """Return the cuts, timelines and skipped samples of the run."""
     return {
         "cuts": columns.cuts_of(read_rows(folder / CUTS), folder / CUTS),
         "timelines": columns.timelines_of(read_rows(folder / TIMELINE), folder / TIMELINE),
@@ -263,7 +261,6 @@ def text_of(fact: Any) -> str:
 
 
 def name_of(folder: Path) -> str:
-    """Return the name of the run's folder."""
     return as_text(folder.resolve().name)
 
 

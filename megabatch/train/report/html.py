@@ -40,15 +40,11 @@ def html_of(data: Mapping[str, Any]) -> str:
         "STYLES": "\n".join(map(asset, STYLES)),
         "LIBRARY": asset("uplot/uPlot.iife.min.js"),
         "SCRIPTS": "\n".join(map(asset, SCRIPTS)),
-        "DATA": json_of(data),
+        # "<" would end the element of the data.
+        "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     first, *pieces = asset("page.html").split("{{")
     return first + "".join(parts[name] + tail for name, _, tail in (piece.partition("}}") for piece in pieces))
-
-
-def json_of(data: Mapping[str, Any]) -> str:
-    """Return the data in ASCII, without "<", which would end its element."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @cache

@@ -9,7 +9,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.report.data import Story, names_of, read_curves, read_run
 from megabatch.train.report.encode import MOST_UPDATES
 from megabatch.train.report.html import FILE_NAME, write_html
-from megabatch.train.report.runs import RunSummary, comparison_of, find_runs, runs_text, summarize
+from megabatch.train.report.runs import comparison_of, find_runs, runs_text, summarize
 from megabatch.train.runtime.console import Console, print_line
 
 COMPARISON = "comparison.html"
@@ -40,27 +40,17 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool) -> Non
         write_html(to, data)
         print_line(f"a page to look at: {to}")
         return
-    folders = folders_of(runs)
+    folders = list(dict.fromkeys(folder for run in runs for folder in find_runs(run)))
+    if len(folders) < 2:
+        raise MegabatchError(f"{folders[0]} is the only run; name two or more to compare, or their folder")
     are_together = len({folder.absolute().parent for folder in folders}) == 1
     to = (folders[0].parent if are_together else Path()) / COMPARISON if to is None else to
-    summaries, most_updates = summaries_of(folders), MOST_UPDATES // len(folders)
+    summaries = [summarize(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    most_updates = MOST_UPDATES // len(folders)
     pairs = zip(folders, summaries, strict=True)
     curves = [read_curves(folder, summary.name, most_updates) for folder, summary in pairs]
     write_html(to, {"runs": curves, "comparison": comparison_of(summaries)})
     print_line(f"{runs_text(summaries)}\na page to look at: {to}")
-
-
-def folders_of(runs: Sequence[Path]) -> list[Path]:
-    """Return the folders of the runs, and of those in a folder that is none. Raises where there are fewer than two."""
-    folders = list(dict.fromkeys(folder for run in runs for folder in find_runs(run)))
-    if len(folders) < 2:
-        raise MegabatchError(f"{folders[0]} is the only run; name two or more to compare, or their folder")
-    return folders
-
-
-def summaries_of(folders: Sequence[Path]) -> list[RunSummary]:
-    """Return a summary of each run."""
-    return [summarize(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
 
 
 def write_page(folder: Path, console: Console, state: str) -> bool:

@@ -23,15 +23,8 @@ RUN_FILES = (CONFIG, METRICS, ENVIRONMENT)
 MOST_LEVELS = 3
 PLACES = ("run.folder", "tracking.name")
 COMPARABLE = (
-    "data.",
-    "eval.num_samples",
-    "eval.sets",
-    "eval.watch",
-    "loss.",
-    "model.name",
-    "model.tokenizer",
-    "run.seed",
-)
+    "data.", "eval.num_samples", "eval.sets", "eval.watch", "loss.", "model.name", "model.tokenizer", "run.seed",
+)  # fmt: skip
 LOSS = "loss.function"
 MOST_CHARACTERS = 24
 MOST_NAMED = 8
@@ -70,7 +63,9 @@ def find_runs(folder: Path) -> list[Path]:
     """Return the runs in a folder, or the folder itself if it is one, in the order of their names."""
     if not folder.is_dir():
         raise MegabatchError(f"{folder} is no folder; give the folder that holds runs, for example runs")
-    runs = sorted(_runs_below(folder, MOST_LEVELS), key=natural_key)
+    parts = {run: re.split(r"(\d+)", str(run)) for run in _runs_below(folder, MOST_LEVELS)}
+    # run-9 stands before run-10.
+    runs = sorted(parts, key=lambda run: [int(part) if part.isdecimal() else part for part in parts[run]])
     if not runs:
         raise MegabatchError(f"{folder} has no run; give the folder that holds runs, for example runs")
     return runs
@@ -83,11 +78,6 @@ def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 yield from _runs_below(path, levels - 1)
-
-
-def natural_key(path: Path) -> list[int | str]:
-    """Return a sort key in which run-9 stands before run-10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def summarize(folder: Path, name: str) -> RunSummary:
@@ -165,22 +155,16 @@ def notes(summaries: Sequence[RunSummary], keys: Sequence[str], num_shown: int) 
     if len(keys) > num_shown + MOST_NAMED:
         hidden.append(f"and {len(keys) - num_shown - MOST_NAMED} more")
     lines = [f"also different (--json has the values): {', '.join(hidden)}"] if hidden else []
-    if (
-        len(tasks := dict.fromkeys(summary.recipe.get(LOSS) for summary in summaries if summary.best_loss is not None))
-        > 1
-    ):
+    tasks = dict.fromkeys(summary.recipe.get(LOSS) for summary in summaries if summary.best_loss is not None)
+    if len(tasks) > 1:
         lines.append(f"{LOSS} differs, so the losses are of different tasks: {', '.join(map(str, tasks))}")
     for task in tasks:
         best = best_run([summary for summary in summaries if summary.recipe.get(LOSS) == task])
-        if best is None:
-            continue
-        lines.append(f"best: {best.name}, loss {best.best_loss:.4f} on {best.set} after update {best.best_step}")
+        if best is not None:
+            lines.append(f"best: {best.name}, loss {best.best_loss:.4f} on {best.set} after update {best.best_step}")
     reasons = [key for key in keys if key.startswith(COMPARABLE)]
-    if (
-        len(tasks) == 1
-        and best_run(summaries)
-        and (reasons or len({summary.set for summary in summaries if summary.set}) > 1)
-    ):
+    num_sets = len({summary.set for summary in summaries if summary.set})
+    if len(tasks) == 1 and best_run(summaries) and (reasons or num_sets > 1):
         verb = "differ" if len(reasons) > 1 else "differs"
         said = ", ".join(reasons) or "eval.watch"
         lines.append(f"the losses may be of different samples or tokens: {said} {verb}")
@@ -200,12 +184,8 @@ def table_of(summaries: Sequence[RunSummary], keys: Sequence[str]) -> tuple[list
     head = ["run", "state", *(f">{key}" for key in keys), ">best loss", ">at update", ">tokens/s", ">time", "started"]
     if any(summary.samples_per_second is not None for summary in summaries):
         head[-3] = ">samples/s"
-    return head, [[one_line(cell) for cell in _cells(summary, keys)] for summary in summaries]
-
-
-def one_line(cell: str) -> str:
-    """Return a cell without what breaks its row: a folder's name may hold a line break."""
-    return printable(" ".join(cell.split()))
+    # A folder's name may hold a line break.
+    return head, [[printable(" ".join(cell.split())) for cell in _cells(summary, keys)] for summary in summaries]
 
 
 def table_text(summaries: Sequence[RunSummary], keys: Sequence[str]) -> str:

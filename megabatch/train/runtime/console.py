@@ -266,7 +266,6 @@ def progress_words(task: Task, unit: str) -> str:
 
 
 def update_words(row: Mapping[str, Any], loss_digits: int) -> str:
-    """Return what an update was."""
     if row["loss"] is None:
         return f"{'not finite' if 'skipped_samples' in row else 'nothing to learn in its samples'}: not stepped"
     norm = "" if row["grad_norm"] is None else f"  grad norm {row['grad_norm']:.3f}"
@@ -296,7 +295,6 @@ def evaluation_words(row: Mapping[str, Any], loss_digits: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("batch") else "s")
 
 

@@ -169,9 +169,7 @@ def _print_crash(rendezvous: Rendezvous, error: Exception | SystemExit) -> None:
     name = f"megabatch: rank {rendezvous.rank} of {rendezvous.size}"
     if rendezvous.size > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_GONE):
         reason = " ".join(str(error).split())[:200]
-        print(
-            f"{name} lost another rank, which was killed or ran out of memory ({reason})", file=sys.stderr, flush=True
-        )
+        print_line(f"{name} lost another rank, which was killed or ran out of memory ({reason})", sys.stderr)
         return
     if rendezvous.size > 1:
         print(f"{name} failed:", file=sys.stderr)
@@ -198,7 +196,7 @@ def _leave_with_launcher(launcher: int, ended: threading.Event) -> None:
     """
     while not ended.wait(SECONDS_BETWEEN_LOOKS):
         if os.getppid() != launcher:
-            print("megabatch: torchrun is gone; this process saves the run and ends", file=sys.stderr, flush=True)
+            print_line("megabatch: torchrun is gone; this process saves the run and ends", sys.stderr)
             os.kill(os.getpid(), signal.SIGTERM)
             if not ended.wait(SECONDS_TO_SAVE):
                 leave_now(CRASHED)

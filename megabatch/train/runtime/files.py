@@ -375,7 +375,6 @@ def irregular_steps(steps: Sequence[int], last: int | None = None) -> str:
 
 
 def row_of(line: bytes) -> Row | None:
-    """Return the row of a line, or None."""
     try:
         row: Any = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -414,5 +413,4 @@ def differing_conditions(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Return True for the row of an evaluation, False for that of an update."""
     return "set" in row

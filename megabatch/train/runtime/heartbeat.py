@@ -80,12 +80,9 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        within_seconds: float | None,
-        stuck_after: float | None = None,
+        self, rendezvous: Rendezvous, within_seconds: float | None, stuck_after: float | None = None,
         folder: Path | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._stuck_after, self._folder = stuck_after, folder or Path()
         self._since = self.made = 0.0
         self._seconds = deque[float](maxlen=UPDATES_TO_KEEP)
@@ -146,7 +143,9 @@ class Heartbeat:
                 self._write(store, number, self._activity())
                 beat = self._read(store, next_rank)
                 self._num_answers += 1
-                if timer.poll(beat) > (self._within if self._is_expected(beat) else SECONDS_TO_ARRIVE):
+                # All ranks have begun once the first update is made.
+                has_begun = self._num_updates > (1 if beat.doing == BEGINNING else 0)
+                if timer.poll(beat) > (self._within if has_begun and beat.doing != ENDED else SECONDS_TO_ARRIVE):
                     here = f"rank {self._rendezvous.rank} is {self._doing}"
                     self._leave(store, f"{self._name(beat)} {self._silence()}; last heard {beat.doing}, {here}")
                 self._check_processes(store, processes)
@@ -211,13 +210,13 @@ class Heartbeat:
         text = f"{beat.doing} for {seconds:.0f} s, and the median update takes {median(self._seconds):.2g} s"
         self._leave(store, f"{self._name(beat)} {verdict}: {text}; {file} has the stacks of its threads")
 
-    def _is_expected(self, beat: Beat) -> bool:
-        """Return True if the rank of this beat should beat again. All have begun once the first update is made."""
-        return self._num_updates > (1 if beat.doing == BEGINNING else 0) and beat.doing != ENDED
-
     def _check_processes(self, store: Store, processes: dict[int, Beat]) -> None:
         """Leave if a rank of this host is gone: a collective on a GPU would not break."""
-        for rank in self._local_ranks() - processes.keys():
+        ranks = set[int]()
+        if "LOCAL_WORLD_SIZE" in os.environ:
+            first = self._rendezvous.rank - int(os.environ["LOCAL_RANK"])
+            ranks = set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))) - {self._rendezvous.rank}
+        for rank in ranks - processes.keys():
             beat = self._read(store, rank)
             if beat.host == socket.gethostname() and is_alive(beat.process):
                 processes[rank] = beat
@@ -226,13 +225,6 @@ class Heartbeat:
                 continue
             if not self._ended.wait(SECONDS_TO_NOTICE) and self._read(store, beat.rank).doing != ENDED:
                 self._leave(store, f"{self._name(beat)} has gone without a word, which was killed or ran out of memory")
-
-    def _local_ranks(self) -> set[int]:
-        """Return the other ranks that torchrun has started on this host."""
-        if "LOCAL_WORLD_SIZE" not in os.environ:
-            return set()
-        first = self._rendezvous.rank - int(os.environ["LOCAL_RANK"])
-        return set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))) - {self._rendezvous.rank}
 
     def _write(self, store: Store, number: int, doing: str) -> None:
         beat = Beat(self._rendezvous.rank, number, doing, socket.gethostname(), os.getpid())

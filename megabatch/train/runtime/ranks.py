@@ -89,11 +89,9 @@ class Ranks:
         return [total / self.layout.cp for total in sums[: len(values)]], sums[len(values) :]
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         self.sum([0.0])
 
     def gather(self, value: Value) -> list[Value]:
-        """Return the value of each rank."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
@@ -107,7 +105,6 @@ class Ranks:
         return values[0]
 
     def first_problem(self, problem: str | None) -> str | None:
-        """Return the problem of the lowest rank that has one."""
         return next((answer for answer in self.gather(problem) if answer), None)
 
     def agree(self, problem: str | None) -> None:
