@@ -83,7 +83,6 @@ def data(
 
 
 def text_at(row: Row, field: str, option: str) -> str:
-    """Return a field of a row as text. Raises where it is empty or not there."""
     value = row.fields.get(field)
     if value is None or not str(value).strip():
         problem = "is empty" if field in row.fields else f"is not among {', '.join(map(repr, row.fields))}"

@@ -91,7 +91,6 @@ class RunContext:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.config.run.folder)
 
     @property
@@ -154,7 +153,6 @@ class RunContext:
                 sync(log.path)
 
     def event(self) -> Event:
-        """Return the event that functions of the user get."""
         model, device, is_main = self.model.run, self.ranks.device, self.ranks.is_main and self.is_writer
         return Event(self.step, model, device, self.folder, is_main, self.row, self.data.sets, self.tokenizer)
 

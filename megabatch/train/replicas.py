@@ -233,7 +233,6 @@ class Replica:
         }
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        """Take the state of another replica."""
         context = self._context
         if state["folder"] != self._folder_id:
             raise MegabatchError(

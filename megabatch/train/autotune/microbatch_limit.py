@@ -46,7 +46,6 @@ class ChosenLimit:
 
     @property
     def meta(self) -> dict[str, object]:
-        """The limit as a checkpoint keeps it."""
         fit = None if self.fit is None else asdict(self.fit)
         dealing = {EVEN: self.even_tokens, DEALT: self.dealt_tokens}
         return {KEY: {"made_for": dict(self.made_for), "fit": fit, **dealing}}

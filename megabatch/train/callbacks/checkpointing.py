@@ -156,7 +156,6 @@ class GradientState:
         return self._learner.gradient.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
         self._learner.gradient.load_state_dict(state)
 
 
@@ -180,7 +179,6 @@ class StagedLearner:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learner's state. Collective."""
         state = self._learner.state_dict()
         groups = state["optimizer"]["param_groups"]
         names = self._ranks.exchange_objects([group["params"] for group in groups])
@@ -190,7 +188,6 @@ class StagedLearner:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, in stages or not."""
         self._learner.load_state_dict(state)
 
 

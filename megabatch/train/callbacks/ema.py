@@ -22,7 +22,6 @@ class MovingAverage(Callback):
         context.evaluated_weights = self._average.swapped
 
     def after_update(self, context: RunContext) -> None:
-        """Take in the weights of an update that was stepped."""
         if context.values["finite"]:
             self._average.update()
 
@@ -46,7 +45,6 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are after an update."""
         groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
         for name, weight in self._weights.items():
             average, now = local(self._average[name]), at_least_float32(local(weight))

@@ -10,6 +10,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -65,7 +66,6 @@ class Evaluation(Callback):
             self.evaluate(context)
 
     def after_update(self, context: RunContext) -> None:
-        """Evaluate: it is called in turn."""
         self.evaluate(context)
 
     def end(self, context: RunContext) -> None:
@@ -126,7 +126,7 @@ class Terms:
         except LossContractError as error:
             raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'what it returns')}") from None
         taken = {PAIR_NAME, *(OF_TOKENS if self.of_tokens else ()), *taken}
-        for name in (name for name in metrics if name in taken):
+        for name in sorted(metrics.keys() & taken):
             raise MegabatchError(f"{self.title} returns {name!r}, which is there already; give it another name")
         return metrics
 
@@ -295,7 +295,6 @@ def rounded_sum(values: Iterable[float]) -> float:
 
 
 def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> Row:
-    """Return the row of a set."""
     quotients = {term: total / weight if weight else None for term, (total, weight) in sums.items()}
     of_loss = [PAIR_NAME] if terms.of_tokens or not loss_names else sorted(loss_names)
     parts = [quotient for quotient in map(quotients.get, of_loss) if quotient is not None]
@@ -333,15 +332,13 @@ def split_set(
     ``limit``: tokens of a microbatch, or one sample, at most.
     """
     lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
+    # A sample that is longer than these limits runs alone and whole, without a graph.
+    is_soft = tokens == "auto" or update.long_samples is not None or limit is not None
     if tokens == "auto":
         rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)
-        lengths = [min(length, tokens or length) for length in lengths]
-    # A long sample runs alone and whole, without a graph.
-    if update.long_samples is not None and tokens is not None:
-        lengths = [min(length, tokens) for length in lengths]
-    if limit is not None and tokens is not None:
-        tokens = min(tokens, limit)
-        lengths = [min(length, tokens) for length in lengths]
+    if tokens is not None and is_soft:
+        tokens = min(tokens, limit or tokens)
+        lengths = np.minimum(lengths, tokens).tolist()
     if limit is not None and rows is not None:
         rows = min(rows, max(1, limit // max(1, *lengths)))
     if ranks.layout.pp > 1 and tokens is not None:
@@ -371,7 +368,7 @@ def lengths_of(samples: Sequence[Any], update: UpdateConfig) -> list[int]:
     """Return the tokens of each sample, or 1 each if only samples count and they are not in memory."""
     known = getattr(samples, "lengths", None)
     if known is not None:
-        return [int(length) for length in known]
+        return list(map(int, known))
     if update.max_microbatch_tokens is None and not isinstance(samples, list):
         return [1] * len(samples)
     return [sample_length(sample) for sample in samples]
@@ -389,7 +386,6 @@ class EarlyStopping(Callback):
         self._tell(context)
 
     def after_evaluation(self, context: RunContext) -> None:
-        """Take in the evaluation of the watched set."""
         if context.row["set"] == self._watch.name:
             self._watch.update(context.step, context.row["eval_loss"])
             self._tell(context)

@@ -80,7 +80,6 @@ def fill_up(plan: Plan) -> Plan:
 
 
 def titled(subject: str, lines: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the lines, the first with their subject."""
     return [("" if place else subject, line) for place, line in enumerate(lines)]
 
 

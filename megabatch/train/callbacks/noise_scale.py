@@ -216,7 +216,6 @@ class Scale:
         return self._noise / self._signal if self._signal > 0 and self._noise > 0 else None
 
     def recent(self) -> list[Measured]:
-        """Return the later half of the measurements."""
         return self.measurements[-max(1, round(RECENT * len(self.measurements))) :]
 
 
@@ -245,7 +244,6 @@ def estimate(measurements: Sequence[Measured]) -> NoiseEstimate | None:
 
 
 def error_of(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of the values."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -269,7 +267,6 @@ def words_of(measurements: Sequence[Measured], size: int) -> list[str]:
 
 
 def advice(share: float) -> str:
-    """Return advice for an update that has this share of the noise scale's samples."""
     if share < 0.5:
         return "with twice as many each step goes almost twice as far, if the learning rate follows"
     if share <= 2:

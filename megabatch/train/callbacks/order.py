@@ -118,7 +118,6 @@ class BatchLearningRate(Callback):
     """Let the learning rate follow the samples of each update (``optim.lr_follows_batch``)."""
 
     def before_update(self, context: RunContext) -> None:
-        """Set the rate of the update."""
         config, learner = context.config, context.learner
         if learner.scheduler is not None:
             factor = rate_factor(config.optim, sizes_of(config.update), context.expected_samples)

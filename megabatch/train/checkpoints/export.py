@@ -172,7 +172,6 @@ def read_weights(checkpoint: Path) -> Checkpointed:
 
 
 def loaded_model(config: Config, weights: Checkpointed, checkpoint: Path) -> nn.Module:
-    """Return the run's model on the CPU, with these weights."""
     if config.model.function is not None:
         model = own_model(config)
         check_weights(model, weights, checkpoint)
@@ -193,7 +192,6 @@ def loaded_model(config: Config, weights: Checkpointed, checkpoint: Path) -> nn.
 
 
 def own_model(config: Config) -> nn.Module:
-    """Return the module of model.function, if it can be saved."""
     model = own_source(config.model, config.run.seed).model
     if not callable(getattr(model, "save_pretrained", None)):
         raise MegabatchError(

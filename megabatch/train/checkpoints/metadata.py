@@ -69,7 +69,6 @@ Digests = dict[str, FileDigest]
 
 
 def hash_file(path: Path) -> FileDigest:
-    """Return the digest of a file as it is now."""
     return FileDigest(path.stat().st_size, sha256_of_file(path))
 
 
@@ -117,7 +116,6 @@ def size_problem(path: Path, num_bytes: int, *, or_more: bool = False) -> str | 
 
 
 def content_problem(path: Path, expected: FileDigest) -> str | None:
-    """Return what is wrong with a file's content, if anything."""
     try:
         return None if hash_file(path) == expected else f"{path.name} is not what was written: its SHA-256 is another"
     except OSError as error:
@@ -125,7 +123,6 @@ def content_problem(path: Path, expected: FileDigest) -> str | None:
 
 
 def write_meta(checkpoint: Path, meta: Meta, digests: Digests) -> None:
-    """Write ``meta.json``, the last file of a checkpoint."""
     meta = {**meta, FILES: {name: digest._asdict() for name, digest in digests.items()}}
     write_synced(checkpoint / META, sealed_text(meta))
 
@@ -200,7 +197,6 @@ def describe_run(*, model: Meta, data: Meta, settings: Meta, derived: Meta, reci
 
 
 def installed_versions() -> Meta:
-    """Return the versions of the packages that a checkpoint depends on."""
     return {package: installed_version(package) for package in ("torch", "transformers", "megabatch")}
 
 

@@ -62,7 +62,6 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def holds_a_run(folder: Path) -> MegabatchError:
-    """Return the error for a new run in the folder of another."""
     return MegabatchError(
         f"{folder} already holds a run; resume it with --run.resume=true, or choose another run.folder"
     )

@@ -269,7 +269,6 @@ def _count_updates(folder: Path) -> int:
 
 
 def _check_same_recipe(folder: Path, config: Config, num_updates: int) -> None:
-    """Raise if another recipe made the updates that would be made again."""
     try:
         there = load_config(recipe_of(folder), [], may_be_masked=True)
     except MegabatchError:

@@ -127,7 +127,6 @@ def run_audited(arguments: Arguments) -> int:
 
 
 def make_folder(to: Path | None) -> Path:
-    """Make the folder of the audit. Raises `MegabatchError` where it holds files."""
     if to is None:
         names = (f"megabatch-audit{f'-{number}' if number > 1 else ''}" for number in range(1, sys.maxsize))
         to = next(path for path in map(Path, names) if not path.exists())

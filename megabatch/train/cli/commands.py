@@ -70,7 +70,6 @@ def run(arguments: list[str]) -> int:
 
 
 def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
-    """Run one of the commands, or print help."""
     if not arguments:
         fail(rendezvous, f"megabatch: no command; {overview()}", FAILED)
     name, *command_arguments = arguments
@@ -145,7 +144,6 @@ def verify(config: Config, rendezvous: Rendezvous) -> None:
 
 
 def run_other(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> None:
-    """Run a command without a recipe."""
     if name == "export":
         from megabatch.train.checkpoints.export import export
 

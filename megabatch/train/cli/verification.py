@@ -87,7 +87,6 @@ def list_versions() -> dict[str, str | None]:
 
 
 def check_versions(versions: Sequence[Mapping[str, str | None]]) -> None:
-    """Raise `MegabatchError` where a rank has another version than rank 0."""
     for rank, rank_versions in enumerate(versions):
         for name, version in rank_versions.items():
             if version != versions[0][name]:

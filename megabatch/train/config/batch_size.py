@@ -31,7 +31,6 @@ class BatchSizes:
 
     @property
     def largest(self) -> int:
-        """The largest size of an update."""
         return max(self.sizes)
 
     def __str__(self) -> str:
@@ -47,7 +46,6 @@ def sizes_of(update: UpdateConfig) -> BatchSizes:
 
 
 def read_schedule(pairs: Sequence[Any]) -> BatchSizes:
-    """Read a schedule as a recipe has it. Raises `MegabatchError` for a bad one."""
     if not pairs or not all(isinstance(pair, list) and len(cast(list[Any], pair)) == 2 for pair in pairs):
         raise MegabatchError(f"{KEY} is {pairs}; expected {FORM}: pairs of a point and the samples from there on")
     sizes = tuple(size for _, size in pairs)

@@ -132,7 +132,6 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def same_bits_problems(config: Config) -> Iterator[str]:
-    """Yield the contradictions of update.same_bits that are more than two keys."""
     if not config.update.same_bits:
         return
     if config.model.compute_dtype is not None and config.parallel.wrapper != "ddp":
@@ -199,6 +198,5 @@ def said(config: Config, key: str) -> str:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key."""
     section, _, field = key.partition("=")[0].partition(".")
     return getattr(getattr(config, section), field)

@@ -54,7 +54,6 @@ REMOVED_KEYS = {
 
 
 def sections() -> dict[str, type[Section]]:
-    """Return the class of each section, by its name."""
     fields = Config.model_fields.items()
     return {name: cast("type[Section]", field.annotation) for name, field in fields}
 
@@ -76,7 +75,6 @@ def is_options(annotation: Any) -> bool:
 
 
 def is_named_sources(annotation: Any) -> bool:
-    """Return True for a table of named sources."""
     return get_origin(annotation) is dict and get_args(annotation)[1] is SourceConfig
 
 

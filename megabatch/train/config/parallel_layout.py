@@ -25,7 +25,6 @@ class Layout:
     ep: int = 1  # of the ranks that dp_shard has
 
     def dp_degree(self, num_ranks: int) -> int:
-        """Return the number of ranks with different samples."""
         return num_ranks // (self.cp * self.tp * self.pp)
 
     def dp_rank(self, rank: int, num_ranks: int) -> int:
@@ -37,7 +36,6 @@ class Layout:
         return rank // self.tp % self.cp
 
     def pp_rank(self, rank: int, num_ranks: int) -> int:
-        """Return the index of a rank along the pipeline."""
         return rank // (num_ranks // self.pp)
 
     def draws_as(self, rank: int) -> int:
@@ -68,7 +66,6 @@ class Layout:
         return {axis: degree for axis, degree in zip(AXES, degrees, strict=True) if degree > 1 or axis in single}
 
     def mesh(self, wrapper: str, num_ranks: int, device_type: str) -> DeviceMesh:
-        """Make the mesh of all ranks. Collective."""
         axes = self.axes(wrapper, num_ranks)
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -95,7 +92,6 @@ def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
 
 
 def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
-    """Raise where the product of the degrees is not the number of processes."""
     degrees = {axis: getattr(parallel, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
     said = {axis: degree for axis, degree in degrees.items() if degree is not None}
     product, is_whole = prod(said.values()), len(said) == len(degrees)
@@ -129,7 +125,6 @@ def check_schedule(parallel: ParallelConfig) -> None:
 
 
 def check_wrapper(wrapper: str, dp_replicate: int, dp_shard: int) -> None:
-    """Raise where a wrapper cannot have these degrees."""
     if COPYING[wrapper] == "dp_replicate" and dp_shard > 1:
         raise MegabatchError(
             f'parallel.wrapper is "{wrapper}", which shards nothing, and parallel.dp_shard is {dp_shard}; set the '

@@ -79,7 +79,6 @@ def with_none(section: str, table: Layer) -> Layer:
 
 
 def check_section(section: str, table: Any, path: Path) -> None:
-    """Raise where a section or one of its keys is unknown."""
     if section not in sections():
         where = f"in {path}"
         raise unknown_section(section, table, where) if isinstance(table, dict) else unknown_key(section, where)
@@ -94,7 +93,6 @@ def check_section(section: str, table: Any, path: Path) -> None:
 
 
 def check_named(key: str, sources: Any, path: Path) -> None:
-    """Raise where a named source is no table or has an unknown key."""
     named = cast(Layer, sources).items() if isinstance(sources, dict) else [("NAME", sources)]
     for name, table in named:
         if not isinstance(table, dict):
@@ -146,7 +144,6 @@ def is_named(key: str) -> bool:
 
 
 def set_override(layer: Layer, key: str, text: str) -> None:
-    """Put one override into the layer."""
     annotation = type_of(key)
     if annotation is None:
         raise unknown_key(key, "on the command line")

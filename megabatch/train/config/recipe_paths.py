@@ -76,7 +76,6 @@ def check_weights(name: str) -> None:
 
 
 def check_tokenizer_folder(name: str, key: str) -> None:
-    """Raise where the folder that the recipe gives as ``key`` has no tokenizer."""
     if not any((Path(name) / file).exists() for file in TOKENIZER_FILES):
         raise MegabatchError(
             f"{key} is {name!r}, a folder without tokenizer files (tokenizer.json, say); "
@@ -85,7 +84,6 @@ def check_tokenizer_folder(name: str, key: str) -> None:
 
 
 def files_text(folder: Path) -> str:
-    """Describe the files in a folder."""
     names = sorted(path.name for path in folder.iterdir())
     more = f" and {len(names) - NUM_FILES_NAMED} more" if len(names) > NUM_FILES_NAMED else ""
     return f"it has {', '.join(names[:NUM_FILES_NAMED])}{more}" if names else "it is empty"

@@ -97,7 +97,6 @@ def own_samples(config: Config, ranks: Ranks, console: Console, vocabulary: int 
 
 
 def measured(samples: Any, name: str, config: Config, console: Console, vocabulary: int | None) -> OwnSamples:
-    """Return the samples of one set with their lengths."""
     key = f'"{name}" of data.function {config.data.function}'
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         raise MegabatchError(

@@ -325,7 +325,6 @@ def is_text(text: str) -> bool:
 
 
 def fields_text(row: Row) -> str:
-    """Return the names of a row's fields, the first dozen of them."""
     names = [repr(name) for name in row.fields]
     return ", ".join(names[:12] + ["..."] * (len(names) > 12)) or "none"
 

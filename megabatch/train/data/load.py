@@ -117,7 +117,6 @@ class Loader:
         return Data(train, order, sets, {**identity, **counts}, words, longest_tokens)
 
     def of_function(self, vocabulary: int | None) -> Data:
-        """Return what a function of the user's returns."""
         config, seed = self._config, self._config.run.seed
         samples_by_set = own_samples(config, self._ranks, self._console, vocabulary)
         train_samples = samples_by_set[TRAIN]

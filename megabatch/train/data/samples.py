@@ -118,7 +118,6 @@ class PackedSamples(View):
 
 
 def pack_samples(samples: Sequence[Any], row_tokens: int) -> list[dict[str, Tensor]]:
-    """Return the rows of samples that lie in memory."""
     document, start, length = cut(np.array([len(sample["input_ids"]) for sample in samples]), row_tokens)
     pieces = [
         piece_of(samples[index], begin, size)

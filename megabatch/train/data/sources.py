@@ -159,7 +159,6 @@ def find_files(source: SourceConfig, key: str) -> SourceFiles:
 
 
 def files_named(name: str, stated_kind: Kind | None, key: str) -> SourceFiles:
-    """Return what one name of ``path`` stands for."""
     if stated_kind == "hub":
         return SourceFiles("hub", (name,))
     path = expanded(name, f"{key}.path")
@@ -219,7 +218,6 @@ def ending_of(path: str) -> str:
 
 
 def saved_rows(folder: str, split: str, key: str) -> Iterable[Any]:
-    """Return a data set of save_to_disk; of several splits the one that is asked for."""
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -346,7 +344,6 @@ def not_utf8(name: str, error: UnicodeDecodeError) -> BrokenRowError:
 
 
 def document_rows(path: str, file: IO[bytes]) -> Rows:
-    """Yield the whole file, in the field "text"."""
     try:
         yield Row(path, {"text": file.read().decode("utf-8-sig")})
     except UnicodeDecodeError as error:

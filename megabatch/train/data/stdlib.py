@@ -67,7 +67,6 @@ def lines_of(text: str) -> list[str]:
 
 
 def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the functions below a node, in order, without those inside another function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child

@@ -37,7 +37,6 @@ def check_fit(name: str, length_tokens: int, config: Config, positions: int | No
 
 
 def check_positions(sample: str, length_tokens: int, positions: int | None) -> None:
-    """Raise `MegabatchError` where a sample has more tokens than the model positions."""
     if positions is not None and length_tokens > positions:
         raise MegabatchError(
             f"{sample} has {length_tokens} tokens and the model {positions} positions; raise the positions in "
@@ -79,7 +78,6 @@ class StreamUpdate:
         self, rank: int, num_ranks: int, limits: Mapping[str, int] = MappingProxyType({}), *, same_bits: bool = False,
         cost: CostModel | None = None, speeds: Sequence[float] | None = None,
     ) -> list[Named]:  # fmt: skip
-        """Return a rank's part, as `UpdateSampler` shares it."""
         lengths = [len(sample["input_ids"]) for _, sample in self.samples]
         limits = dict(limits)
         # A stream may come to a sample that is longer than those measured.

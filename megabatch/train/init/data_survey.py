@@ -45,11 +45,23 @@ class Survey:
     keys: dict[str, Any]  # of [data]: path, its kind and the fields
     guesses: list[str] = field(default_factory=list[str])  # fields whose names say nothing, with the reason
     unread: list[str] = field(default_factory=list[str])  # other fields of the first row
+    measure: Callable[[Mapping[str, Any]], int] = len  # bytes of a row's fields
     lengths: "array[int]" = field(default_factory=lambda: array("q"))  # bytes of each sample, with its end
     labels: Counter[str] = field(default_factory=Counter[str])  # empty: no classification
     max_labels: int = MAX_LABELS  # more are not counted
     num_broken: int = 0
     first_broken: str = ""
+
+    def add(self, row: Row) -> str:
+        """Count a row; return what is wrong with it."""
+        length = self.measure(row.fields)
+        label = str(row.fields.get(self.keys.get("label_field", ""), "")).strip()
+        if not length or ("label_field" in self.keys and not label):
+            return f"{row.name} has nothing in one of the fields {', '.join(fields_in(self.keys))}"
+        self.lengths.append(length)
+        if label and len(self.labels) <= self.max_labels:
+            self.labels[label] += 1
+        return ""
 
 
 @dataclass(frozen=True)
@@ -82,20 +94,21 @@ def survey(
     files = find_files(SourceConfig(path=path), "data")
     # The source is read as the recipe will name it.
     rows = rows_of(SourceConfig.model_validate(source_keys(path, files)), "data")
-    result, measure, num_broken, first_broken = None, None, 0, ""
+    result: Survey | None = None
+    num_broken, first_broken = 0, ""
     while chunk := list(islice(rows, ROWS_AT_ONCE)):
         advance(len(chunk))
         good = [row for row in chunk if isinstance(row, Row)]
         if result is None and good:
             guesses = list[str]()
             keys = stated_keys(good, stated, task) if stated else field_keys(good, task, guesses)
-            result = Survey({**source_keys(path, files), **keys}, guesses)
-            result.max_labels = sys.maxsize if task or "label_field" in (stated or {}) else MAX_LABELS
             read = fields_in(keys)
-            result.unread = [name for name in good[0].fields if name not in read]
-            measure = measure_of(keys)
+            unread = [name for name in good[0].fields if name not in read]
+            result = Survey({**source_keys(path, files), **keys}, guesses, unread, measure_of(keys))
+            if task or "label_field" in (stated or {}):
+                result.max_labels = sys.maxsize
         for row in chunk:
-            problem = str(row) if isinstance(row, BrokenRowError) else add_row(result, measure, row)
+            problem = str(row) if isinstance(row, BrokenRowError) else cast(Survey, result).add(row)
             if problem:
                 num_broken, first_broken = num_broken + 1, first_broken or problem
     if result is None or not result.lengths:
@@ -106,7 +119,7 @@ def survey(
     result.num_broken, result.first_broken = num_broken, first_broken
     # Several rows of each label on average.
     are_classes = 2 <= len(result.labels) <= min(MAX_LABELS, len(result.lengths) // 5)
-    if "label_field" in result.keys and task is None and "label_field" not in (stated or {}) and not are_classes:
+    if "label_field" in result.keys and result.max_labels == MAX_LABELS and not are_classes:
         result.unread.append(result.keys.pop("label_field"))
     return result
 
@@ -188,11 +201,12 @@ def field_keys(rows: list[Row], task: str | None, guesses: list[str]) -> dict[st
         guesses: The reason of each guess by values is added to it.
     """
     row, fields = rows[0], rows[0].fields
-    for name in CHATS if task is None or task == "language" else ():
+    may_be_language = task != "classification"
+    for name in CHATS if may_be_language else ():
         turns = fields.get(name)
         if isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns):
             return {"messages_field": name}
-    for prompt, response in PAIRS if task is None or task == "language" else ():
+    for prompt, response in PAIRS if may_be_language else ():
         if isinstance(fields.get(prompt), str) and isinstance(fields.get(response), str):
             contexts = [name for name in CONTEXTS if isinstance(fields.get(name), str) and name != prompt]
             return {"prompt_field": [prompt, *contexts] if contexts else prompt, "response_field": response}
@@ -206,9 +220,9 @@ def field_keys(rows: list[Row], task: str | None, guesses: list[str]) -> dict[st
         guesses.append(f"label_field = {label} is guessed: it has the fewest values")
     if text is not None and label is not None and task != "language":
         return {"text_field": text, "label_field": label}
-    if text is not None and task != "classification":
+    if text is not None and may_be_language:
         return {"text_field": text}
-    wanted = "a text and its label" if task == "classification" else "text, a prompt and its response, or messages"
+    wanted = "text, a prompt and its response, or messages" if may_be_language else "a text and its label"
     raise MegabatchError(
         f"{row.name} has the fields {names_text(row)}, of which none is known as {wanted}; name them: --text-field "
         "(and --label-field), or --prompt-field and --response-field"
@@ -257,20 +271,6 @@ def chat_bytes(messages: Any) -> int:
     if not any(turn.get("role") == "assistant" for turn in turns):
         return 0
     return sum(len(f"{turn.get('role')}: {turn.get('content')}\n".encode("utf-8", "replace")) + 1 for turn in turns)
-
-
-def add_row(findings: Survey | None, measure: Callable[[Mapping[str, Any]], int] | None, row: Row) -> str:
-    """Count a row; return what is wrong with it."""
-    if findings is None or measure is None:
-        return ""
-    length = measure(row.fields)
-    label = str(row.fields.get(findings.keys.get("label_field", ""), "")).strip()
-    if not length or ("label_field" in findings.keys and not label):
-        return f"{row.name} has nothing in one of the fields {', '.join(fields_in(findings.keys))}"
-    findings.lengths.append(length)
-    if label and len(findings.labels) <= findings.max_labels:
-        findings.labels[label] += 1
-    return ""
 
 
 def size_of(findings: Survey, *, on_cpu: bool, bytes_per_token: float = 1.0) -> Size:

@@ -121,7 +121,7 @@ def adapt(model: nn.Module, config: ModelConfig) -> str:
 def lora_config(config: ModelConfig) -> Any:
     """Return peft's LoraConfig of ``model.lora``. Raises `MegabatchError` for a key or a value that it cannot have."""
     options = dict(config.lora or {})
-    for key in (key for key in options if key not in TAKEN):
+    for key in sorted(options.keys() - TAKEN):
         near = get_close_matches(key, TAKEN, n=1, cutoff=0.6)
         raise MegabatchError(
             f"unknown key model.lora.{key}; "

@@ -76,12 +76,15 @@ def new_architecture(config: ModelConfig) -> PreTrainedConfig:
         raise MegabatchError(
             f"model.config.model_type is {model_type!r}, which transformers does not know; the nearest type is {near}"
         ) from None
-    for key in (key for key in keys if key in OWNED_KEYS):
+    for key in sorted(OWNED_KEYS.keys() & keys):
         raise MegabatchError(f"model.config.{key} is not the recipe's to set; {OWNED_KEYS[key]}")
     declared = default.to_dict().keys()
-    for key in (key for key in keys if key not in declared and not _is_read(key, keys[key], default)):
-        near = difflib.get_close_matches(key, declared, n=1, cutoff=0.0)[0]
-        raise MegabatchError(f"unknown key model.config.{key} for model_type {model_type!r}; the nearest key is {near}")
+    for key in keys:
+        if key not in declared and not _is_read(key, keys[key], default):
+            near = difflib.get_close_matches(key, declared, n=1, cutoff=0.0)[0]
+            raise MegabatchError(
+                f"unknown key model.config.{key} for model_type {model_type!r}; the nearest key is {near}"
+            )
     try:
         return AutoConfig.for_model(model_type, **keys)
     except Exception as error:

@@ -224,7 +224,8 @@ def too_small_steps(optimizer: optim.Optimizer, config: OptimConfig) -> list[str
     weights = [parameter for parameter in trained if parameter.dtype == dtype]
     here = [(weight.to_local() if isinstance(weight, DTensor) else weight).detach().reshape(-1) for weight in weights]
     every = sum(map(len, here)) // NUM_LOOKED_AT + 1
-    median = float(torch.cat([part[::every] for part in here]).float().abs().median()) if any(map(len, here)) else 0.0
+    # The median of no weights is NaN.
+    median = float(torch.cat([part[::every] for part in here]).float().abs().median())
     is_known = 0 < median < math.inf
     half_step = 2.0 ** math.floor(math.log2(median)) * torch.finfo(dtype).eps / 2 if is_known else 0.0
     if config.lr >= half_step:

@@ -305,7 +305,6 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's own parameters and buffers, by their names in it."""
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
@@ -316,9 +315,10 @@ class SavedWeights:
     files: Mapping[str, str]  # name of a tensor → its file
 
     def read(self, names: list[str], rows: slice | None) -> Tensor | None:
-        for name in (name for name in names if name in self.files):
-            with opened(self.files[name]) as file:
-                return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        for name in names:
+            if name in self.files:
+                with opened(self.files[name]) as file:
+                    return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return None
 
     def fits(self, model: nn.Module) -> bool:

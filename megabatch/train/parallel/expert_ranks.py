@@ -54,7 +54,6 @@ def deal_experts(model: nn.Module, mesh: DeviceMesh, exchange: str) -> list[nn.M
 
 
 def check_experts_of(model: nn.Module, num_ranks: int) -> None:
-    """Raise where the experts of a model cannot be dealt out over so many ranks."""
     if kind := untested_kind(model, FAMILIES):
         raise MegabatchError(
             f"parallel.ep is above 1 and the experts of a {kind} are not tested over ranks; leave parallel.ep out, or "

@@ -122,7 +122,6 @@ def parts_of(model: nn.Module, config: Config) -> list[StageLayers]:
 
 
 def per_rank(parallel: ParallelConfig) -> int:
-    """Return the number of stages of each rank."""
     from megabatch.pipeline import SCHEDULES
 
     return SCHEDULES[parallel.schedule].per_rank or parallel.stages_per_rank or STAGES_PER_RANK
@@ -231,7 +230,6 @@ def pipeline(
     stages: Stages, config: Config, wrapper: WrapperChoice, mesh: DeviceMesh,
     ddp: Callable[..., nn.Module] = DistributedDataParallel,
 ) -> "Pipeline":  # fmt: skip
-    """Return the stages, as a pipeline of the recipe's schedule."""
     modules: list[nn.Module] = list(stages.modules)
     if wrapper.name == "ddp":
         group = mesh.get_group("dp_replicate")

@@ -202,7 +202,6 @@ def check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
 def styles_of(
     model: PreTrainedModel, plan: Mapping[str, str], sequence_parallel: bool, loss_parallel: bool, borders: Borders
 ) -> dict[str, Style]:
-    """Return the style of every module that has one, by its name."""
     stream = ALONG_SEQUENCE if sequence_parallel else WHOLE
     styles: dict[str, Style] = {}
     for name, module in model.named_modules():
@@ -278,7 +277,6 @@ def unplanned_style(
 
 
 def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter that is in several."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

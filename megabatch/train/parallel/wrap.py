@@ -110,7 +110,6 @@ def plan_of_experts(model: nn.Module) -> dict[str, str]:
 
 
 def layers_of_experts(model: nn.Module, plan: Mapping[str, str]) -> list[nn.Module]:
-    """Return the modules of experts by a plan of `plan_of_experts`, a layer each."""
     return [model.get_submodule(name) for name, entry in plan.items() if entry == DISPATCHING]
 
 
@@ -179,7 +178,6 @@ def dtype_of(config: ModelConfig) -> torch.dtype:
 
 
 def computing_dtype(config: ModelConfig) -> torch.dtype:
-    """Return the dtype of the matrix products."""
     return getattr(torch, config.compute_dtype or config.dtype)
 
 

@@ -131,7 +131,6 @@ def measure_device(device: torch.device, like: str, report: Callable[[str], obje
 
 
 def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of an operation."""
     for _ in range(WARM_UP):
         run()
     seconds: list[float] = []
@@ -197,7 +196,6 @@ def fit_line(small: tuple[int, float], large: tuple[int, float]) -> tuple[float,
 
 
 def device_toml(figures: Figures) -> str:
-    """Return the text of a device file."""
     heading = "# Measured by `megabatch plan --measure FILE`; read by `megabatch plan --device FILE`."
     return f"{heading}\n{tomli_w.dumps(figures)}"
 

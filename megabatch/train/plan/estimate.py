@@ -193,7 +193,6 @@ class Estimate:
 
 
 def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str, world: int) -> ModelSizes:
-    """Return the sizes of a model on the meta device, on ``world`` ranks."""
     layers = [_count_parameters(block) for block in blocks_of(model).values()]
     num_parameters, num_trained = _count_parameters(model)
     in_layers, trained_in_layers = (sum(layer[kind] for layer in layers) for kind in (0, 1))
@@ -270,7 +269,6 @@ def measure_experts(model: nn.Module, num_ranks: int = 1) -> ExpertSizes | None:
 
 
 def _count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Return the numbers of parameters and of trained parameters."""
     four_bits = [module for module in module.modules() if isinstance(module, FourBitLinear)]
     stored = {
         id(part) for module in four_bits for name, part in module.named_parameters(recurse=False) if name != "bias"
@@ -321,7 +319,6 @@ def _bytes_of(state: Mapping[str, object]) -> int:
 
 
 def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device: Device) -> Estimate:
-    """Return the cost of a choice with samples of ``length_tokens``."""
     tokens = -(-choice.micro_batch_size * length_tokens // sizes.num_stretches)
     sent_bytes = sum(_sent_bytes(choice, part) for part in sizes.parts)
     num_embedded = sizes.pipeline.num_embedded if sizes.pipeline is not None else 0
@@ -380,8 +377,6 @@ def _layer_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Devic
     so is their gradient.
     """
     ranks = list(range(sizes.num_cut))
-    if len(ranks) == 1:
-        return 0, 0.0
     stream_bytes = tokens * sizes.num_hidden * sizes.compute_bytes
     logit_bytes = 0 if sizes.cuts_logits else 4 * tokens * sizes.num_vocabulary * sizes.compute_bytes
     per_layer = CUT_BYTES + (RECOMPUTED_CUT_BYTES if choice.recompute else 0)
@@ -397,8 +392,6 @@ def _key_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device)
     A layer gathers the keys and values of all stretches in each forward and sends their gradients in the backward.
     """
     num = sizes.num_stretches
-    if num == 1:
-        return 0, 0.0
     ranks = list(range(0, num * sizes.num_cut, sizes.num_cut))
     calls = sizes.num_layers * choice.num_microbatches * (3 if choice.recompute else 2)
     sent_bytes = calls * (num - 1) * tokens * sizes.num_key_features * sizes.compute_bytes // sizes.num_cut
@@ -412,7 +405,7 @@ def _expert_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Devi
     sends how many tokens come.
     """
     experts = sizes.experts
-    if experts is None or experts.num_ranks == 1:
+    if experts is None:
         return 0, 0.0
     num, forwards = experts.num_ranks, 2 if choice.recompute else 1
     row_bytes = tokens * experts.num_chosen * sizes.num_hidden * sizes.compute_bytes

@@ -138,7 +138,6 @@ class UpdateLengths:
 
     @property
     def num_tokens(self) -> float:
-        """Real tokens of an update."""
         return mean(map(sum, self.updates))
 
     def split(self, limit: Limit, dp_degree: int) -> Split:

@@ -132,7 +132,6 @@ def _data_layouts(
 
 
 def layout_text(parallel: ParallelConfig) -> str:
-    """Return a layout in words."""
     replicas, shards = parallel.dp_replicate or 1, parallel.dp_shard or 1
     if replicas > 1 and shards > 1:
         data = [f"hsdp {replicas} x {shards}"]

@@ -78,7 +78,6 @@ def _read_count(name: str, text: str, *, lowest: int = 1) -> int:
 
 
 def _read_tokens(text: str) -> float:
-    """Read a number of tokens: 300M, 15B, 1.5T."""
     match = TOKENS.fullmatch(text.strip())
     number = 0.0 if match is None else float(match[1]) * UNITS[match[2].upper()]
     if not 1 <= number < 10**MOST_DIGITS:

@@ -78,11 +78,9 @@ class PlanRow:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks, without padding."""
         return self.update_tokens / self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row under names that stay."""
         choice = self.choice
         return {
             "micro_batch_size": choice.micro_batch_size,
@@ -288,7 +286,6 @@ class _Search:
         return seems_large, needed_bytes if seems_large else self._least_seconds(candidate, near)
 
     def _nearest(self, candidate: _Candidate) -> _Candidate:
-        """Return the simulated candidate to calibrate by."""
         choice = candidate.choice
 
         def distance(simulated: _Candidate) -> tuple[Any, ...]:
@@ -345,7 +342,6 @@ class _Search:
         return int(row.reserved_bytes + estimate.peak_bytes - near.estimate.peak_bytes + grown)
 
     def estimate_row(self, candidate: _Candidate) -> PlanRow:
-        """Return the row of a candidate without a simulation."""
         estimate, limit = candidate.estimate, gib_text(self._limit_bytes)
         near = self._nearest(candidate) if self.rows else None
         peak = needed = bound = self._least_bytes(candidate)

@@ -255,7 +255,6 @@ class Simulator:
 
     @property
     def num_layers(self) -> int:
-        """Layers that a rank computes."""
         return self.ends[0].sizes.num_layers if self.ends else self.sizes.num_layers
 
     def num_held(self, choice: Choice) -> float:
@@ -263,7 +262,6 @@ class Simulator:
         return self.ends[0].share.num_held(choice.largest_step.num_microbatches) if self.ends else 1.0
 
     def estimate(self, choice: Choice) -> Estimate:
-        """Return the cost of a choice in closed form."""
         if self.ends:
             sizes = [end.sizes for end in self.ends]
             return estimate_pipeline(choice, sizes, self.sample.length_tokens, self.device)
@@ -279,7 +277,6 @@ class Simulator:
         return self._simulate(choice, end.repeats, end)
 
     def _simulate(self, choice: Choice, repeats: "Repeats | None", end: PipelineEnd | None = None) -> Simulated:
-        """Simulate a rank: rank 0, or one at an end of a pipeline."""
         if repeats is not None:
             num_first, period, num_blocks = repeats
             shallow, deeper = (self._simulate_layers(choice, end, depth) for depth in (num_first, num_first + period))
@@ -349,7 +346,6 @@ class Simulator:
         return lambda: context_parallel.Stretch({name: torch.zeros_like(value) for name, value in part.items()})
 
     def _build_model(self, config: Config, num_layers: int | None, mesh: DeviceMesh | None) -> nn.Module:
-        """Build and wrap the model as the trainer does, without memory."""
         model = bare_model(config)
         if num_layers is not None:
             del cast(nn.ModuleList, model.get_submodule(_stack_of(model)))[num_layers:]
@@ -384,7 +380,6 @@ class Simulator:
         return cast(Stages, stages)
 
     def _build_pipeline(self, config: Config, stages: Stages, mesh: DeviceMesh) -> nn.Module:
-        """Wrap the stages of a rank."""
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             self.divide(stages.model, config, self.wrapper, mesh, stages)
         for module in stages.modules if config.parallel.cp > 1 else []:
@@ -566,7 +561,6 @@ def find_longest_sample(config: Config, length_tokens: int | None, console: Cons
 
 
 def text_sample(length_tokens: int, source: str, config: Config) -> LongestSample:
-    """Return a sample of text; packed rows have positions too."""
     names = ["input_ids", "labels", *(["position_ids"] if config.data.pack_tokens is not None else [])]
     return _in_row(LongestSample(dict.fromkeys(names, ((length_tokens,), torch.long)), length_tokens, source), config)
 

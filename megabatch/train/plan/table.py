@@ -242,7 +242,6 @@ def _speed_lines(best: PlanRow, simulator: Simulator, request: PlanRequest) -> l
 
 
 def _large(number: float) -> str:
-    """Return a number of tokens with a unit: 4.45B."""
     unit = next((name for name, size in reversed(UNITS.items()) if number >= size), "")
     return f"{number / UNITS[unit]:,.3g}{unit}"
 
@@ -325,7 +324,6 @@ def launcher_words(request: PlanRequest) -> Sequence[str]:
 
 
 def override_words(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the keys as overrides on the command line."""
     words: list[str] = []
     for name, value in keys.items():
         if isinstance(value, dict):

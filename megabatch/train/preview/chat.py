@@ -44,7 +44,6 @@ class Printer(TextStreamer):
     text = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print the next piece."""
         self.text += text
         print(printable(text), end="\n" if stream_end else "", flush=True)
 
@@ -131,7 +130,6 @@ def model_of_export(folder: Path) -> tuple[Any, Any, bool]:
 
 
 def has_chats(config: Config) -> bool:
-    """Return True for a run on chats."""
     sources = [config.data, *config.data.mixture.values()]
     return any(source.messages_field is not None for source in sources)
 

@@ -109,7 +109,6 @@ def show_own_sample(name: str, sample: Any, tokenizer: Any, marks: Sequence[str]
 
 
 def has_token_labels(sample: Any, tokenizer: Any) -> bool:
-    """Return True for a text with a label for each of its tokens."""
     if tokenizer is None or not isinstance(sample, Mapping):
         return False
     fields = cast(Mapping[str, Any], sample)

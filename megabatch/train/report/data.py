@@ -136,7 +136,6 @@ def curves_of(folder: Path, rows: list[Row], most_updates: int) -> Story:
 
 
 def last_step(rows: Sequence[Row]) -> int:
-    """Return the number of updates that the rows tell of."""
     return next((row["step"] for row in reversed(rows) if not is_evaluation(row)), 0)
 
 
@@ -254,7 +253,6 @@ def start_of(folder: Path) -> dict[str, str]:
 
 
 def text_of(fact: Any) -> str:
-    """Return a fact as text; devices with their numbers."""
     if isinstance(fact, dict):
         return ", ".join(f"{number} x {name}" for name, number in fact.items())
     return str(fact)

@@ -22,7 +22,6 @@ def short(value: Any) -> float | int | None:
 
 
 def columns_of(rows: Sequence[Row], keys: Iterable[str]) -> dict[str, Column]:
-    """Return a column for each key of which any row has a number."""
     columns = {key: [short(row.get(key)) for row in rows] for key in keys}
     return {
         key: column for key, column in columns.items() if key == "step" or any(value is not None for value in column)
@@ -82,7 +81,6 @@ def add_cut(lists: dict[str, Any], row: Mapping[str, Any]) -> None:
 
 
 def timelines_of(rows: Sequence[Row], path: object) -> list[dict[str, Any]]:
-    """Return the recorded updates. Raises `MegabatchError` where a row is no timeline."""
     timelines: list[dict[str, Any]] = []
     try:
         for row in rows:

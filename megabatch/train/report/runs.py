@@ -52,7 +52,6 @@ class RunSummary:
 
 
 def print_runs(folder: Path, *, as_json: bool) -> None:
-    """Print the runs below a folder. Raises `MegabatchError` where there are none."""
     paths = find_runs(folder)
     names = ["." if path == folder else path.relative_to(folder).as_posix() for path in paths]
     summaries = [summarize(path, name) for path, name in zip(paths, names, strict=True)]
@@ -172,7 +171,6 @@ def notes(summaries: Sequence[RunSummary], keys: Sequence[str], num_shown: int) 
 
 
 def comparison_of(summaries: Sequence[RunSummary]) -> dict[str, Any]:
-    """Return what a page of several runs says of them."""
     keys, best = differing_keys(summaries), best_run(summaries)
     head, rows = table_of(summaries, keys)
     lines = notes(summaries, keys, len(keys))

@@ -176,7 +176,6 @@ class Console:
             self._next_write = time.monotonic() + SECONDS_BETWEEN_WRITES
 
     def evaluation(self, step: int, row: Mapping[str, Any]) -> None:
-        """Say the evaluation of a set."""
         self.say(f"update {step:>4}  {row['set']} {evaluation_words(row, self._loss_digits)}")
 
     def _counted(self, step: int) -> Text:
@@ -259,7 +258,6 @@ def columns() -> list[ProgressColumn]:
 
 
 def progress_words(task: Task, unit: str) -> str:
-    """Return how far a task is, as a line."""
     of = "" if task.total is None else f" of {task.total:,}"
     counted = f"{task.completed:,.0f}{of} {unit}, " if task.total is not None or task.completed else ""
     return f"{task.description}: {counted}{task.elapsed or 0.0:.0f} s"

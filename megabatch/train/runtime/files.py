@@ -166,7 +166,6 @@ def sealed_text(table: dict[str, Any]) -> str:
 
 
 def digest_of(table: dict[str, Any]) -> str:
-    """Return the SHA-256 of a table without its own digest."""
     fields = {key: value for key, value in table.items() if key != DIGEST}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -191,7 +190,6 @@ def check_seal(table: Row) -> None:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal."""
     with os.fdopen(open_file(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -311,7 +309,6 @@ class JsonlFile(RetryingAppender):
         return row["step"] <= step
 
     def rows(self) -> list[Row]:
-        """Return the rows of all starts of the run. Raises `MegabatchError` for a damaged file."""
         self.write()
         return read_rows(self._file) if self.is_enabled else []
 

@@ -272,7 +272,6 @@ def is_in_own_code() -> bool:
 
 
 def is_compiling() -> bool:
-    """Return True if the main thread is in torch.compile."""
     return any(file.startswith(COMPILERS) for file in frames_of_main())
 
 

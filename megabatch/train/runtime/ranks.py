@@ -98,7 +98,6 @@ class Ranks:
         return values
 
     def broadcast(self, value: Value) -> Value:
-        """Return the main rank's value."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0, device=CPU, group=self.group)
