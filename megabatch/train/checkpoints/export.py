@@ -369,8 +369,8 @@ def load_initial_weights(run: Path, model: nn.Module, left_out: Collection[str],
         average = f"{AVERAGE}{tied.get(name, name)}"
         key = average if average in described else f"{MODEL}{name}"
         saved = described.get(key)
-        if not isinstance(saved, TensorStorageMetadata) or saved.size != tensor.shape:
-            there = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "missing"
+        there = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "missing"
+        if there != list(tensor.shape):
             raise MegabatchError(
                 f"run.init_from is {run}, and its model is another: {name} is {there} there and {list(tensor.shape)} "
                 f"here; take the section [model] of {run}/config.toml, or leave run.init_from out"

@@ -82,11 +82,13 @@ def type_of(key: str) -> Any:
     """Return the type of the value of a dotted key, in options and named sources too; None for an unknown key."""
     first, below = ".".join(key.split(".")[:2]), key.split(".")[2:]
     annotation = known_keys().get(first)
-    if annotation is not None and is_options(annotation):
-        return {0: annotation, 1: object}.get(len(below))
-    if annotation is not None and is_named_sources(annotation):
-        return annotation if not below else fields_of(SourceConfig).get(below[1]) if len(below) == 2 else None
-    return annotation if not below else None
+    if not below:
+        return annotation
+    if is_options(annotation):
+        return object if len(below) == 1 else None
+    if is_named_sources(annotation) and len(below) == 2:
+        return fields_of(SourceConfig).get(below[1])
+    return None
 
 
 def unknown_key(key: str, where: str) -> MegabatchError:
@@ -126,4 +128,4 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     lower = {spelled.lower(): spelled for spelled in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
     begun = [candidate for candidate in lower if candidate[:4] == name.lower()[:4]]
-    return lower[(close or begun)[0]] if close or begun else None
+    return next((lower[name] for name in close + begun), None)

@@ -41,10 +41,8 @@ def words_of(key: str) -> list[str]:
 
 def is_secret(key: str) -> bool:
     """Return True for a key such as hf_token, apiKeys or password."""
-    words = words_of(key)
-    if not words:
-        return False
-    endings = (words[-1], words[-1].removesuffix("s"))
+    last = ["", *words_of(key)][-1]
+    endings = (last, last.removesuffix("s"))
     return any(word in SHORT_WORDS or word.endswith(tuple(WORDS)) for word in endings)
 
 

@@ -158,10 +158,10 @@ def sealed(identity: dict[str, Any], model: nn.Module, names: Collection[str], r
     local_sums = {name: sum_of_bits(weight, ranks) for name, weight in model.named_parameters() if name in names}
     rank_sums = ranks.gather(local_sums) if names else []
     parameters = identity["parameters"]
-    added = {
-        name: [*parameters[name], f"{sum(sums[name] for sums in rank_sums) % 2**64:016x}"]
-        for name in (local_sums if rank_sums else ())
-    }
+    added: dict[str, list[object]] = {}
+    for name in local_sums:
+        checksum = sum(sums[name] for sums in rank_sums) % 2**64
+        added[name] = [*parameters[name], f"{checksum:016x}"]
     return {**identity, "parameters": {**parameters, **added}}
 
 

@@ -74,23 +74,17 @@ class Choice:
         Gradients that ``choice`` keeps between microbatches are not counted.
         """
         keeps_more = choice.sync in WRAPPERS_OWN and (self.sync == "last" or choice.reshard)
-        return (
-            self.micro_batch_size >= choice.micro_batch_size
-            and (self.sync == choice.sync or keeps_more)
-            and self.reshard <= choice.reshard
-            and (self.recompute == choice.recompute or not self.recompute)
-        )
+        return self._keeps_as_much_as(choice) and (self.sync == choice.sync or keeps_more)
+
+    def _keeps_as_much_as(self, choice: "Choice") -> bool:
+        is_as_large = self.micro_batch_size >= choice.micro_batch_size and self.reshard <= choice.reshard
+        return is_as_large and self.recompute in (choice.recompute, False)
 
     def takes_no_longer_than(self, choice: "Choice") -> bool:
         """Return True if this computes and gathers at most what ``choice`` does, in at most as many microbatches."""
-        return (
-            self.micro_batch_size >= choice.micro_batch_size
-            and self.num_microbatches <= choice.num_microbatches
-            and self.sync == choice.sync
-            and self.reshard <= choice.reshard
-            and (self.recompute == choice.recompute or not self.recompute)
-            and (self.fill == choice.fill == 1 or self._computed <= choice._computed)
-        )
+        is_full = self.fill == choice.fill == 1
+        has_no_more = self.num_microbatches <= choice.num_microbatches and self.sync == choice.sync
+        return self._keeps_as_much_as(choice) and has_no_more and (is_full or self._computed <= choice._computed)
 
     @property
     def _computed(self) -> float:

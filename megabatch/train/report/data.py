@@ -199,7 +199,7 @@ def settings_of(folder: Path) -> dict[str, str]:
 
 def planned_of(plan: list[str]) -> int | None:
     """Return the planned number of updates; None where it depends on the data."""
-    match = PLANNED.match(plan[0]) if plan else None
+    match = PLANNED.match("".join(plan[:1]))
     return None if match is None else int(match[1])
 
 

@@ -44,8 +44,8 @@ def evaluations_of(rows: Sequence[Row]) -> dict[str, dict[str, Column]]:
     """Return the columns of every evaluated set, without the prefix eval_."""
     sets: dict[str, list[Row]] = {}
     for row in rows:
-        numbers = {key.removeprefix("eval_"): value for key, value in row.items() if key != "set"}
-        sets.setdefault(str(row["set"]), []).append(numbers)
+        numbers = {key.removeprefix("eval_"): value for key, value in row.items()}
+        sets.setdefault(str(numbers.pop("set")), []).append(numbers)
     return {name: columns_of(of_set, keys_of(of_set)) for name, of_set in sets.items()}
 
 
@@ -97,12 +97,10 @@ def timelines_of(rows: Sequence[Row], path: object) -> list[dict[str, Any]]:
 
 def skipped_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the skipped samples by update, the last first, with some of their names."""
-    return [
-        {
-            "step": row["step"],
-            "reason": str(row.get("reason", "")),
-            "num_samples": len(row.get("samples") or []),
-            "samples": [str(name) for name in (row.get("samples") or [])[:5]],
-        }
-        for row in reversed(rows[-MOST_SKIPPED:])
-    ]
+    skipped: list[dict[str, Any]] = []
+    for row in reversed(rows[-MOST_SKIPPED:]):
+        names = row.get("samples") or []
+        reason = str(row.get("reason", ""))
+        samples = list(map(str, names[:5]))
+        skipped.append({"step": row["step"], "reason": reason, "num_samples": len(names), "samples": samples})
+    return skipped

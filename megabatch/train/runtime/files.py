@@ -353,7 +353,7 @@ def rows_not_in(path: Path, lines: Sequence[str]) -> list[str]:
         *tail, cut_off = file.read().split(b"\n")
         file.truncate(size - len(cut_off))
     steps = [row["step"] for line in tail if (row := row_of(line)) is not None]
-    last = steps[-1] if steps else -1
+    last = next(reversed(steps), -1)
     later = [line for line in lines if json.loads(line)["step"] >= last]
     num_missing = sum(json.loads(line)["step"] > last for line in later)
     num_written = min(steps.count(last), len(later) - num_missing)
