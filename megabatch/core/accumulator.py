@@ -173,10 +173,9 @@ class Accumulator:
             MegabatchError: A call inside another one, or an update that was lost or changed by other code.
         """
         with self.guarded("forward_backward()"):
-            # Where no call can be added, `_open_call` raises.
-            if self.can_add:
-                for before_call in self._extensions.before_call:
-                    before_call(self, batch, loss_fn)
+            self.check_can_add()
+            for before_call in self._extensions.before_call:
+                before_call(self, batch, loss_fn)
             sums = None
             # A check of "auto" raises `ReplanError` for samples that need another limit, on all ranks, before anything
             # has run. The limit is then measured anew, and the checks do not run twice.
@@ -224,7 +223,6 @@ class Accumulator:
 
         ``checks`` are those of extensions. ``runs_alone`` is True if microbatches run one by one, not all together.
         """
-        self.check_can_add()
         wrapper, guard = self.wrapper, self.call_guard
         hooks, is_new = loss_hooks(loss_fn), guard.is_new(loss_fn)
         planner = self.planner.of_call(batch)
@@ -317,11 +315,6 @@ class Accumulator:
         Running out of memory is always broadcast, and within a call, a ``verb``, any error.
         """
         return self.error_guard.listening(verb)
-
-    @property
-    def can_add(self) -> bool:
-        """True if a call can add to the open update, or open one."""
-        return not self._is_lost and (self._open is None or self._open.can_add)
 
     def check_can_add(self) -> None:
         """Raise `MegabatchError` if no call can add to the update."""

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from megabatch.core.call import MAX_WEIGHED_TERMS, CallAgreement, PreparedBatch
@@ -225,14 +226,14 @@ def first_failure(ranks: DataRanks, failure: Exception | None) -> Exception:
     # An error of another rank may come of the limit.
     if REPLAN in reports:
         return ReplanError(REPLAN.text)
-    failures = [(rank, report) for rank, report in enumerate(reports) if report is not None]
-    loses_update = any(report.loses_update for _, report in failures)
+    failures = {rank: report for rank, report in enumerate(reports) if report is not None}
+    loses_update = any(map(attrgetter("loses_update"), failures.values()))
     # On several ranks, a rank that runs out of memory has told so before.
     if failure is not None and (ranks.num_all == 1 or not is_out_of_memory(failure)):
         if isinstance(failure, MegabatchError):
             failure.loses_update = loses_update
         return failure
-    rank, report = failures[0]
+    rank, report = next(iter(failures.items()))
     # Ranks are ordered by their place along cp, tp and pp, then by data rank.
     data_rank = rank % ranks.degree
     error_type = LossContractError if report.breaks_contract else PlanError

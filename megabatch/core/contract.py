@@ -245,10 +245,9 @@ def _split_pair(name: str, source: str, pair: Any) -> tuple[Any, Any]:
         )
     if not isinstance(pair, tuple | list):
         raise LossContractError(f"{source} is a {type(pair).__name__}; {EXPECTED}")
-    values = cast(tuple[Any, ...], pair)
-    if len(values) != 2:
-        raise LossContractError(f"{source} is a tuple of {len(values)}; {EXPECTED}")
-    return values
+    if len(cast(Sequence[Any], pair)) != 2:
+        raise LossContractError(f"{source} is a tuple of {len(cast(Sequence[Any], pair))}; {EXPECTED}")
+    return cast(tuple[Any, Any], pair)
 
 
 def _check_total(source: str, total: Any) -> None:

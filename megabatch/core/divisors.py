@@ -57,6 +57,10 @@ class Divisors:
                 "give weigh= as a mapping with the weight of each"
             )
 
+    def divisor_of(self, name: str) -> float:
+        """Return the divisor of a term, 1 if it has no weight yet."""
+        return weight_of(self.by_term, name) or 1.0
+
     def missing_factor(
         self, terms: Sequence[str], weight_sum: Tensor, weight: float | None
     ) -> float | Tensor | None:  # fmt: skip
@@ -70,7 +74,7 @@ class Divisors:
         # With several terms each total was divided by its own divisor, in the only call.
         if len(terms) > 1:
             return None if any(map(_has_weight, self._calls)) else 0.0
-        divisor = weight_of(self.by_term, terms[0]) or 1.0
+        divisor = self.divisor_of(terms[0])
         known = self._announced_weight(terms[0]) if weight is None else weight
         if known is None:
             # Reading a sum on a device would wait for the device.

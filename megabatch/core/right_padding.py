@@ -4,20 +4,20 @@ A key's name tells labels and tokens from other tensors: labels are padded with 
 """
 
 import functools
-import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.core.samples import Batching, Microbatch, Pad, is_dense
+from megabatch.core.samples import Batching, Microbatch, Pad
 from megabatch.errors import PlanError
-from megabatch.inspection.odd_values import as_dict, to_dense_tensor
+from megabatch.inspection.mappings import as_dict, is_dense
+from megabatch.inspection.odd_values import can_hold, check_fills, to_dense_tensor
 from megabatch.inspection.sample_kinds import kind_of
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 
@@ -39,14 +39,7 @@ class RightPad(Pad):
 
     def __init__(self, fills: Mapping[str, float] | None = None) -> None:
         super().__init__()
-        if fills is None:
-            return
-        if not isinstance(cast(object, fills), Mapping):
-            raise PlanError(f"Padded got {fills!r:.60}; give {{key: value}}")
-        for name, fill in fills.items():
-            if type(fill) is bool or not isinstance(cast(object, fill), int | float):
-                raise PlanError(f"Padded says {fill!r} for {name!r}; expected a number")
-        self.fills = dict(fills)
+        self.fills = check_fills(fills)
 
     def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
         return pad_right(samples)
@@ -186,22 +179,11 @@ def _default_fill(name: str, dtype: torch.dtype) -> float:
 
 
 def _check_fill(name: str, dtype: torch.dtype, fill: float) -> None:
-    if not _can_hold(dtype, fill):
+    if not can_hold(dtype, fill):
         raise PlanError(
             f"{name!r} has samples of unequal lengths and the dtype {dtype}, which cannot hold the padding value "
             f"{fill}; give it as torch.long, say, or another value in batching=Padded({{...}})"
         )
-
-
-@functools.lru_cache
-def _can_hold(dtype: torch.dtype, number: float) -> bool:
-    """Return True if a dtype holds a number, to its own rounding."""
-    if dtype == torch.bool:
-        return number in (0, 1)
-    if dtype.is_floating_point or dtype.is_complex:
-        return abs(number) <= torch.finfo(dtype).max or not math.isfinite(number)
-    info = torch.iinfo(dtype)
-    return info.min <= number <= info.max and number == int(number) == float(number)
 
 
 @functools.lru_cache

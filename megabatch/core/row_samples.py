@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megabatch.core.samples import STOPPED, Microbatch, Samples, split_rows
 from megabatch.errors import PlanError
-from megabatch.inspection.odd_values import not_dense_error
+from megabatch.inspection.mappings import checked_rows
 
 
 class RowSamples(Samples):
@@ -17,7 +17,7 @@ class RowSamples(Samples):
     is_list = False
 
     def _read(self, batch: Any) -> dict[str, Tensor]:
-        return _checked_rows(batch)
+        return checked_rows(batch)
 
     def _measure(self) -> list[int]:
         if self._length is not None:
@@ -55,24 +55,6 @@ class RowSamples(Samples):
     def keys(self) -> list[tuple[str, ...]]:
         """Return the keys of the rows."""
         return [] if self.batching.is_collated_by_user or not len(self) else [tuple(sorted(self._batch))]
-
-
-def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    batch = dict(batch.items())
-    if not batch:
-        raise PlanError(
-            "the batch is a mapping without tensors; expected samples in dim 0 of each. For no samples give []"
-        )
-    for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            kind = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise PlanError(f"{name!r} of the batch is {kind}; expected a tensor with samples in dim 0")
-        if value.layout != torch.strided or value.is_nested:
-            raise not_dense_error(f"{name!r} of the batch", value)
-    sizes = {name: len(value) for name, value in batch.items()}
-    if len(set(sizes.values())) > 1:
-        raise PlanError(f"the tensors of the batch differ in dim 0: {sizes}; expected one row per sample in each")
-    return batch
 
 
 def _take_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> dict[str, Tensor]:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import PlanError
-from megabatch.inspection.odd_values import as_dict, to_dense_tensor
+from megabatch.inspection.checksum import hash_tensors
+from megabatch.inspection.mappings import as_dict, is_dense
+from megabatch.inspection.odd_values import to_dense_tensor
 from megabatch.inspection.sample_kinds import plan_kinds
 from megabatch.inspection.tree import clone, each_tensor, memory_of, tensors_of
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
-from megabatch.torch_private.operations import pytree
 
 Batch = Mapping[str, Tensor] | Sequence[Any]
 """All samples of this rank."""
@@ -350,19 +351,12 @@ class Samples:
         if self.batching.is_collated_by_user:
             return []
         mappings = [sample for sample in self._batch if isinstance(sample, Mapping)]
-        key_orders: set[tuple[Any, ...]] = {tuple(sample.keys()) for sample in mappings}
-        return sorted({tuple(sorted(map(str, keys))) for keys in key_orders})
+        return sorted({tuple(sorted(map(str, mapping.keys()))) for mapping in mappings})
 
     def fingerprint(self) -> int:
         """Hash all lengths and the last sample's numbers."""
         checksum = zlib.crc32(repr(self.lengths).encode())
-        if not self.lengths:
-            return checksum
-        for leaf in pytree.tree_leaves(self.one_view(-1)):
-            # Reading a tensor of another device would wait for that device.
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                checksum = zlib.crc32(leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
-        return checksum
+        return hash_tensors(self.one_view(-1), checksum) if self.lengths else checksum
 
 
 def _unchanged(microbatch: Microbatch) -> Microbatch:
@@ -378,11 +372,6 @@ def sample_length(sample: Any) -> int:
     name, value = next(iter(as_dict(sample).items()))
     first = value if is_dense(value) else to_dense_tensor(name, value)
     return first.size(0) if first.ndim else 1
-
-
-def is_dense(value: Any) -> bool:
-    """Return True for a plain tensor that is not sparse and not nested."""
-    return type(value) is Tensor and value.layout == torch.strided and not value.is_nested
 
 
 def split_rows(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

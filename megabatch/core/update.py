@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -82,15 +83,14 @@ class Update:
 
     def problem(self) -> MegabatchError | None:
         """Return an error that names the fault, or None. Missing weight is not a fault. Wait for the device."""
-        reports = self.reports.tolist()
-        if len({names_hash for _, _, _, names_hash, *_ in reports}) > 1:
+        if len(self.reports[:, 3].unique()) > 1:
             return LossContractError(
                 "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave "
                 "to finalize(), or in the FSDP or DDP modules that their forwards and backwards went through; give the "
                 "same everywhere"
             )
-        for rank, report in enumerate(reports):
-            problem = _problem_of_rank(f"data rank {rank} of {len(reports)}", *report)
+        for rank, report in enumerate(self.reports.tolist()):
+            problem = _problem_of_rank(f"data rank {rank} of {len(self.reports)}", *report)
             if problem is not None:
                 return problem
         for name, (announced, returned) in self.announced.items():
@@ -217,11 +217,6 @@ class OpenUpdate:
         """Reduce once, when the update closes, where the wrapper and its policy can."""
         self._hold_reduction = self._wrapper.hold_reduction
 
-    @property
-    def can_add(self) -> bool:
-        """True if a call can add to the update."""
-        return not self.is_running
-
     def check_can_add(self) -> None:
         """Raise `MegabatchError` if no call can add to the update."""
         if self.is_running:
@@ -288,12 +283,12 @@ class OpenUpdate:
             self._divisors.check_terms(names, self.differentiable, step)
             self._checked_terms = terms_of_step
         refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
-        factors = [self._wrapper.loss_factor / (weight_of(self._divisors.by_term, name) or 1.0) for name in names]
+        factors = [self._wrapper.loss_factor / self._divisors.divisor_of(name) for name in names]
         self.total_factor = min(factors)
         if step.is_dummy:
             factors = [0.0] * len(names)
         scaled_totals = [terms[name].total * factor for name, factor in zip(names, factors, strict=True)]
-        return scaled_totals[0] if len(scaled_totals) == 1 else torch.stack(scaled_totals).sum()
+        return reduce(torch.add, scaled_totals)
 
     def add(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
         """Add a microbatch's terms to the sums. Compare its weights with the counted ones. Return the terms, detached.
@@ -438,9 +433,9 @@ def _raise_breach(update: Update) -> None:
 
 def _returned_weight(name: str, names: list[str], weights: Tensor) -> Tensor:
     """Return the weight of a term, 0 if there is none. A weight without a name belongs to the only term."""
-    if name == PAIR_NAME and name not in names and names:
-        name = names[0]
-    return weights[names.index(name)] if name in names else weights.new_zeros(())
+    if name in names:
+        return weights[names.index(name)]
+    return weights[0] if names and name == PAIR_NAME else weights.new_zeros(())
 
 
 def _hold_nothing(policy: str) -> None:

@@ -8,7 +8,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from itertools import chain, compress, filterfalse
-from operator import attrgetter, is_
+from operator import attrgetter, is_, ne
 from typing import Any
 
 import torch.distributed as dist
@@ -92,10 +92,10 @@ class Wrapper:
             raise PlanError(CHANGED)
         dtypes = list(map(DTYPE, self.parameters))
         if dtypes != self._dtypes:
-            was, now = next((was, now) for was, now in zip(self._dtypes, dtypes, strict=True) if was != now)
+            changed = list(map(ne, self._dtypes, dtypes)).index(True)
             raise PlanError(
-                f"parameters were cast from {was} to {now} since the GradientAccumulator was made; make a new one "
-                "after such a change"
+                f"parameters were cast from {self._dtypes[changed]} to {dtypes[changed]} since the "
+                "GradientAccumulator was made; make a new one after such a change"
             )
         refuse_hooks(self.parameters)
 
@@ -198,7 +198,7 @@ class SelfWrapped(nn.Module, ABC):
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that require a gradient."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(filter(REQUIRES_GRAD, model.parameters()))
 
 
 def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:

@@ -1,5 +1,10 @@
-"""Values of samples that are no dense tensors: numbers, arrays and lists become tensors, and others are refused."""
+"""Values of samples that are no dense tensors: numbers, arrays and lists become tensors, and others are refused.
 
+Values that are to fill padding are checked as well.
+"""
+
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -7,17 +12,6 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import PlanError
-
-
-def as_dict(sample: Any) -> dict[str, Any]:
-    """Return a mapping as a dict. Raises `PlanError` for another sample, and for one that is empty."""
-    # An exact dict is the usual sample.
-    if type(sample) is dict and sample:
-        return sample
-    mapping = dict(cast(Mapping[str, Any], sample).items()) if isinstance(sample, Mapping) else {}
-    if not mapping:
-        raise no_mapping_error(sample)
-    return mapping
 
 
 def to_dense_tensor(name: str, value: Any) -> Tensor:
@@ -51,3 +45,26 @@ def not_dense_error(name: str, tensor: Tensor) -> PlanError:
         f"{name} is a {kind} tensor; give dense ones, as a list of samples where lengths differ, or collate= and "
         "length= of your own"
     )
+
+
+def check_fills(fills: object) -> dict[str, float]:
+    """Return padding values by key, none for None. Raises `PlanError` for a value that is no number."""
+    if fills is None:
+        return {}
+    if not isinstance(fills, Mapping):
+        raise PlanError(f"Padded got {fills!r:.60}; give {{key: value}}")
+    for name, fill in cast(Mapping[Any, Any], fills).items():
+        if type(fill) is bool or not isinstance(fill, int | float):
+            raise PlanError(f"Padded says {fill!r} for {name!r}; expected a number")
+    return dict(cast(Mapping[str, float], fills))
+
+
+@functools.lru_cache
+def can_hold(dtype: torch.dtype, number: float) -> bool:
+    """Return True if a dtype holds a number, to its own rounding."""
+    if dtype == torch.bool:
+        return number in (0, 1)
+    if dtype.is_floating_point or dtype.is_complex:
+        return abs(number) <= torch.finfo(dtype).max or not math.isfinite(number)
+    info = torch.iinfo(dtype)
+    return info.min <= number <= info.max and number == int(number) == float(number)

@@ -225,10 +225,6 @@ class LoopUpdate(OpenUpdate):
         self.count_call(CallAgreement(agreement.of, 0, 0, known, None))
         self.divide_by(self.divisor)
 
-    @property
-    def can_add(self) -> bool:
-        return False
-
     def check_can_add(self) -> None:
         raise MegabatchError("the update consists of microbatch(), and no call adds to it; finalize() it before")
 
