@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 
 from megabatch.torch_private.autograd import class_of_function, inputs_of_node
+from megabatch.torch_private.operations import pytree
 
 
 def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
     """Yield every leaf in the graph of the totals that carries a gradient."""
-    for node in _graph(totals):
-        if (leaf := _leaf(node)) is not None:
-            yield leaf
+    yield from (leaf for node in _graph(totals) if (leaf := _leaf(node)) is not None)
 
 
-def graph_nodes(totals: Sequence[Tensor]) -> Generator[Any]:
-    """Yield every node that the totals depend on."""
-    yield from _graph(totals)
+def graph_nodes(totals: Sequence[Tensor]) -> list[Any]:
+    """Return every node that the totals depend on."""
+    return list(_graph(totals))
 
 
 def find_functions(totals: Sequence[Tensor]) -> list[Any]:
@@ -31,10 +30,9 @@ def find_functions(totals: Sequence[Tensor]) -> list[Any]:
         if node in visited or any(len(edge.shape) > 1 for edge in inputs_of_node(node)):
             continue
         visited.add(node)
-        pending.extend(before for before, _ in node.next_functions if before is not None)
+        pending += _inputs(node)
         is_written = isinstance(node, torch.autograd.function.BackwardCFunction)
-        home = class_of_function(node).__module__ if is_written else "torch"
-        if home.partition(".")[0] not in ("torch", "megabatch"):
+        if is_written and not f"{class_of_function(node).__module__}.".startswith(("torch.", "megabatch.")):
             functions.append(node)
     return functions
 
@@ -56,14 +54,17 @@ def is_linear(node: Any) -> bool | None:
         gradients = [
             torch.full(edge.shape, scale, dtype=edge.dtype, device=edge.device) for edge in inputs_of_node(node)
         ]
+        # The first backward has freed the saved tensors.
         try:
             back = node.apply(*gradients)
-        except Exception:  # the first backward has freed the saved tensors
+        except Exception:
             return True
-        tensors = [back] if isinstance(back, Tensor) else [tensor for tensor in back if isinstance(tensor, Tensor)]
-        results.append([tensor.detach().clone() for tensor in tensors])
-    moved = [(doubled, halved) for doubled, halved in zip(*results, strict=True) if bool(doubled.any())]
-    return not any(torch.equal(doubled, halved) for doubled, halved in moved) if moved else None
+        leaves = pytree.tree_leaves(back)
+        results.append([leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)])
+    pairs = list(zip(*results, strict=True))
+    if not any(bool(doubled.any()) for doubled, _ in pairs):
+        return None
+    return not any(bool(doubled.any()) and torch.equal(doubled, halved) for doubled, halved in pairs)
 
 
 def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
@@ -91,9 +92,13 @@ def _graph(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:
     while pending:
         node = pending.pop()
         if node not in graph:
-            graph[node] = [before for before, _ in node.next_functions if before is not None]
-            pending.extend(graph[node])
+            graph[node] = _inputs(node)
+            pending += graph[node]
     return graph
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [before for before, _ in node.next_functions if before is not None]
 
 
 def _leaf(node: Any) -> Tensor | None:

@@ -5,6 +5,7 @@ Of models that are not of transformers, little is known.
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -30,8 +31,8 @@ class ModelFacts:
 
     def __init__(self, models: Iterable[Any]) -> None:
         self.called = list(models)
-        # Those of transformers, inside of their wrappers.
-        self.models = [inner for model in self.called if hasattr(inner := with_config(model), "config")]
+        unwrapped = map(with_config, self.called)
+        self.models = [model for model in unwrapped if hasattr(model, "config")]
 
     def hands_on(self, mask_name: str) -> bool:
         """Return True if a mask under this name may be among the arguments that a loss gives to the model."""
@@ -45,20 +46,24 @@ class ModelFacts:
     @cached_property
     def placeholders(self) -> set[int]:
         """Tokens of images and the like, which the model replaces before it looks them up."""
-        configs = [vars(model.config) for model in self.models]
-        return {value for config in configs for name, value in config.items() if "token" in name and type(value) is int}
+        tokens: set[int] = set()
+        for model in self.models:
+            named = vars(model.config).items()
+            tokens |= {value for name, value in named if "token" in name and type(value) is int}
+        return tokens
 
     @cached_property
     def looks_for_pads(self) -> bool:
         """True if a model that classifies reads config.pad_token_id in its forward, as a decoder does."""
-        kinds = {type(module) for model in self.models for module in model.modules()}
-        forwards = (inspect.unwrap(kind.forward) for kind in kinds if "ForSequenceClassification" in kind.__name__)
-        return any("pad_token_id" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
+        modules = itertools.chain.from_iterable(model.modules() for model in self.models)
+        classifying = {type(module) for module in modules if "ForSequenceClassification" in type(module).__name__}
+        codes = [getattr(inspect.unwrap(kind.forward), "__code__", None) for kind in classifying]
+        return any("pad_token_id" in getattr(code, "co_names", ()) for code in codes)
 
     @cached_property
     def mixing(self) -> list[tuple[str, int]]:
         """Why models mix padding into tokens, and the most tokens of a row where they do not."""
-        return [cause for model in self.models for cause in find_mixing_causes(model)]
+        return list(itertools.chain.from_iterable(map(find_mixing_causes, self.models)))
 
     @cached_property
     def takes_mask(self) -> bool:
@@ -66,16 +71,19 @@ class ModelFacts:
         return any(_reads(model, MASK) and not is_causal(model) for model in self.readers)
 
     @cached_property
+    def _models_inside(self) -> list[nn.Module]:
+        return list(itertools.chain.from_iterable(map(_models_inside, self.called)))
+
+    @cached_property
     def readers(self) -> list[Any]:
         """The models of transformers that read samples: the given ones, or those inside of a module of the user's."""
-        return self.models + [inner for model in self.called for inner in _models_inside(model)]
+        return self.models + self._models_inside
 
     @cached_property
     def watched(self) -> list[nn.Module]:
         """The modules whose arguments are looked at, where a model needs a mask."""
         modules = [model for model in self.called if isinstance(model, nn.Module)]
-        full_models = [module for module in modules if _is_in_transformers(module)]
-        return full_models + [inner for model in self.called for inner in _models_inside(model)]
+        return [*filter(_is_in_transformers, modules), *self._models_inside]
 
     @cached_property
     def is_causal(self) -> bool:
@@ -91,19 +99,21 @@ class ModelFacts:
     @cached_property
     def vocab_size(self) -> int | None:
         """Rows of the smallest table of tokens; None where a model does not tell."""
-        return min((size for model in self.models if (size := _vocab_size_of(model)) is not None), default=None)
+        tables = [getattr(input_embeddings(model), "num_embeddings", None) for model in self.models]
+        return min((size for size in tables if isinstance(size, int)), default=None)
 
     @cached_property
     def num_positions(self) -> int | None:
         """Rows of the smallest table of learned positions beside one of tokens; None for models without one."""
-        return min((size for model in self.models for size in _position_tables(model)), default=None)
+        return min(itertools.chain.from_iterable(map(_position_tables, self.models)), default=None)
 
     @cached_property
     def most_positions(self) -> int | None:
         """The longest row that the models may take, by their tables and configs; None if nothing limits it."""
-        configs = [getattr(with_config(model), "config", None) for model in self.models]
-        stated = [getattr(config, name, None) for config in configs for name in POSITION_LIMITS]
-        return min((size for size in (self.num_positions, *stated) if isinstance(size, int) and size > 0), default=None)
+        sizes: list[Any] = [self.num_positions]
+        for model in self.models:
+            sizes += [getattr(model.config, name, None) for name in POSITION_LIMITS]
+        return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
 
 
 def _is_in_transformers(model: Any) -> bool:
@@ -115,9 +125,7 @@ def _models_inside(model: Any) -> list[nn.Module]:
 
     A compiled module has none: hooks inside of it would be compiled too.
     """
-    if not isinstance(model, nn.Module) or _is_in_transformers(model):
-        return []
-    if has_compiled(model):
+    if not isinstance(model, nn.Module) or _is_in_transformers(model) or has_compiled(model):
         return []
     models: list[nn.Module] = []
     pending: list[nn.Module] = [model]
@@ -154,22 +162,18 @@ def output_embeddings(model: Any) -> Any:
     return None
 
 
-def _vocab_size_of(model: Any) -> int | None:
-    size = getattr(input_embeddings(model), "num_embeddings", None)
-    return size if isinstance(size, int) else None
-
-
 def _position_tables(model: Any) -> Iterator[int]:
     """Yield the positions of each table that stands beside that of the tokens."""
     tokens = input_embeddings(model)
     for module in model.modules():
         children = dict(module.named_children())
-        if tokens is not None and any(child is tokens for child in children.values()):
-            for name, table in children.items():
-                if isinstance(table, nn.Embedding) and (name == "wpe" or "position" in name):
-                    # Some models begin with a later row.
-                    first = getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1)
-                    yield table.num_embeddings - int(first)
+        if tokens not in children.values():
+            continue
+        for name, table in children.items():
+            if isinstance(table, nn.Embedding) and (name == "wpe" or "position" in name):
+                # Some models begin with a later row.
+                first = getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1)
+                yield table.num_embeddings - int(first)
 
 
 def _reads(model: Any, name: str) -> bool:
@@ -202,12 +206,11 @@ def is_causal(model: Any, *, with_experts: bool = False) -> bool:
     """
     model = with_config(model)
     config = getattr(model, "config", None)
-    if not isinstance(model, nn.Module) or config is None or getattr(config, "is_encoder_decoder", True):
+    if not isinstance(model, nn.Module) or config is None:
         return False
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "is_encoder_decoder", True) or getattr(config, "use_bidirectional_attention", None):
         return False
     if not with_experts and any(getattr(config, name, None) for name in EXPERTS):
         return False
-    attributes = [vars(module).get("is_causal") for module in model.modules()]
-    stated = [attribute for attribute in attributes if attribute is not None]
-    return bool(stated) and all(attribute is True for attribute in stated)
+    stated = {vars(module).get("is_causal") for module in model.modules()} - {None}
+    return stated == {True}

@@ -15,7 +15,8 @@ from megabatch.inspection.model_facts import MASK, POSITIONS, is_causal
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import is_fake
 
-RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
+# Key of a microbatch, beside its mask.
+RIGHT_PADDED = "megabatch: padded on the right"
 
 
 def next_targets(microbatch: Mapping[str, Any]) -> Tensor:
@@ -40,11 +41,9 @@ def _kind(value: Any) -> str:
 
 def note_padding(microbatch: Any) -> Any:
     """Mark a microbatch on the CPU whose mask does no more than leave out padding on the right."""
-    if not isinstance(microbatch, Mapping) or MASK not in microbatch:
-        return microbatch
-    if not _only_pads(cast(Mapping[str, Any], microbatch)):
-        return microbatch
-    return {**microbatch, RIGHT_PADDED: True}
+    if isinstance(microbatch, Mapping) and MASK in microbatch and _only_pads(cast(Mapping[str, Any], microbatch)):
+        return {**microbatch, RIGHT_PADDED: True}
+    return microbatch
 
 
 def without_needless(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,18 +64,19 @@ def _only_pads(microbatch: Mapping[str, Any]) -> bool:
 
 
 def _hides_targets(mask: Tensor, microbatch: Mapping[str, Any]) -> bool:
-    """Return True if a masked position has a target, as where labels are copied from padded input_ids."""
+    """Return True if a masked position has a target, as where labels are copied from padded input_ids, or may have."""
     targets = next_targets(microbatch)
     if targets.device != mask.device or len(targets) != len(mask) or targets.shape[1] > mask.shape[1]:
-        return True  # it is not known
+        return True
     return bool((targets[mask[:, : targets.shape[1]] == 0] != IGNORED_LABEL).any())
 
 
 def _is_right_padded(mask: Any) -> bool:
     """Return True if ones precede zeros in each row of a mask [B, T] on the CPU; reading a device would wait."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu" or mask.is_floating_point():
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu":
         return False
-    if is_fake(mask):  # it has no numbers
+    # A fake tensor has no numbers.
+    if mask.is_floating_point() or is_fake(mask):
         return False
     is_real = mask != 0
     return not bool((is_real[:, 1:] & ~is_real[:, :-1]).any())

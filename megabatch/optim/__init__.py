@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from megabatch.optim.low_bits import LowBits as LowBits
     from megabatch.optim.low_bits import keep_state_dtypes as keep_state_dtypes
 else:
-    _HOME = {  # public name → its module
+    _HOME = {
         "LowBits": "low_bits",
         "keep_state_dtypes": "low_bits",
         "split_parameters": "hidden_matrices",
     }
-    _REMOVED = {  # public name of the last version → what to use instead
+    # Public names of the last version, and what to use instead.
+    _REMOVED = {
         "Muon": "use torch.optim.Muon for the matrices of split_parameters, and AdamW for the others",
         "StepVerification": "compare steps in your own test",
         "verify_step": "compare a step on shards with one on whole parameters in your own test",

@@ -1,5 +1,7 @@
 """`split_parameters`: the matrices of hidden layers, which are for Muon, and all other parameters."""
 
+import itertools
+
 from torch import nn
 
 
@@ -17,21 +19,19 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
         Matrices [out, in], and the rest, each in the model's order.
     """
     modules = list(model.modules())
-    outside = [module for module in modules if isinstance(module, nn.Embedding)]
+    outside: set[nn.Module] = {module for module in modules if isinstance(module, nn.Embedding)}
     base = getattr(model, "base_model", None)
     if isinstance(base, nn.Module):
-        inside = {id(module) for module in base.modules()}
-        outside += [module for module in modules if id(module) not in inside]
+        outside |= set(modules) - set(base.modules())
     else:
-        outside += list(filter(_has_matrix, modules))[-1:]
-    excluded = {id(parameter) for module in outside for parameter in module.parameters(recurse=False)}
+        outside.update(list(filter(_has_matrix, modules))[-1:])
+    excluded = set(itertools.chain.from_iterable(module.parameters(recurse=False) for module in outside))
     matrices: list[nn.Parameter] = []
     other_parameters: list[nn.Parameter] = []
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        is_hidden_matrix = parameter.ndim == 2 and id(parameter) not in excluded
-        (matrices if is_hidden_matrix else other_parameters).append(parameter)
+        if parameter.requires_grad:
+            is_hidden_matrix = parameter.ndim == 2 and parameter not in excluded
+            (matrices if is_hidden_matrix else other_parameters).append(parameter)
     return matrices, other_parameters
 
 

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +19,21 @@ from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.optimizers import step_hooks, unhooked
 
-Group = dict[str, Any]  # "params", and their options
-
-LOW = "low_bits"  # key of a parameter's state
-HALF = 0x8000  # half of a step of the high bits
-PIECE = 2**18  # elements that are joined or split at one time on a CPU: 1 MiB of float32
-REFUSED = {  # class → the reason
+# A parameter group of an optimizer, and the key of low bits in a parameter's state.
+Group = dict[str, Any]
+LOW = "low_bits"
+# Half of a step of the high bits.
+HALF = 0x8000
+# Elements that are joined or split at one time on a CPU: 1 MiB of float32.
+PIECE = 2**18
+# Classes that cannot keep low bits, and parts of the names of classes whose states are scaled by block.
+REFUSED = {
     "Adafactor": "its states are those of whole rows and columns",
     "LBFGS": "it runs the loss many times a step",
     "LowBits": "it keeps low bits already",
     "SparseAdam": "it takes sparse gradients",
 }
-BLOCKWISE = ("8bit", "4bit", "Fp8")  # in the names of optimizers whose states are scaled by block
+BLOCKWISE = ("8bit", "4bit", "Fp8")
 
 
 class LowBits(Optimizer):
@@ -76,33 +79,29 @@ class LowBits(Optimizer):
         reason = _reason_against(type(optimizer))
         if reason is not None:
             raise PlanError(f"{name} cannot keep low bits: {reason}; use an elementwise optimizer, such as AdamW")
-        if not any(_is_narrow(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(map(_is_narrow, _parameters_of(optimizer))):
             raise PlanError(f"{name} has no bfloat16 parameter; leave LowBits out, or convert the model")
         if any("ns_steps" in group and any(map(is_dtensor, group["params"])) for group in optimizer.param_groups):
             raise PlanError(f"{name} cannot keep low bits of shards: Muon steps whole matrices; use DDP, or AdamW")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise PlanError(f"state_dtype is {state_dtype}; give torch.float32 or torch.bfloat16")
         _check_no_step_hooks(optimizer)
-        self.__setstate__({  # torch's __init__ would add the groups again
+        # torch's __init__ would add the groups again.
+        self.__setstate__({
             "defaults": optimizer.defaults, "state": optimizer.state, "param_groups": optimizer.param_groups,
             "optimizer": optimizer, "state_dtype": state_dtype,
         })  # fmt: skip
-        for parameter, state in self.state.items():  # Adagrad makes them before the first step
+        # Adagrad makes states before the first step.
+        for parameter, state in self.state.items():
             if _is_narrow(parameter):
-                self.state[parameter] = {**_in_dtype(state_dtype, state), LOW: self._low_bits(parameter)}
+                self.state[parameter] = {**_in_dtype(state_dtype, parameter, state), LOW: self._low_bits(parameter)}
 
     @staticmethod
     def supports(kind: Callable[..., Optimizer]) -> bool:
         """Return True for a class of optimizers that can keep low bits, as far as its name tells."""
         return _reason_against(kind) is None
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step every parameter that has a gradient.
 
         Args:
@@ -112,8 +111,10 @@ class LowBits(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        narrow = filter(_is_narrow, _parameters_of(self))
+        # The elements of the largest bfloat16 parameter on this rank.
+        limit = max((_local(parameter).numel() for parameter in narrow), default=0)
         with torch.no_grad():
-            limit = self._largest()
             for group in self.param_groups:
                 for parameters in _divided(group["params"], limit):
                     self._step_few(group, parameters)
@@ -122,8 +123,7 @@ class LowBits(Optimizer):
     def master_weight(self, parameter: Tensor) -> Tensor:
         """Return a parameter in float32 with its low bits, as the next step sees it; a DTensor for a DTensor."""
         with torch.no_grad():
-            low = self.state[parameter].get(LOW) if parameter in self.state else None
-            if low is None:
+            if LOW not in self.state.get(parameter, {}):
                 return parameter.detach().float()
             values = _local(parameter)
             flat = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
@@ -133,18 +133,14 @@ class LowBits(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "optimizer": self.optimizer, "state_dtype": self.state_dtype}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # load_state_dict calls it, too
+    def __setstate__(self, state: dict[str, Any]) -> None:
         is_new = "_written" not in vars(self)
         super().__setstate__(state)
         self.optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})
-        self._written: dict[Tensor, _Written] = {}  # none: the next step takes the low bits as they are
+        # load_state_dict comes here, too: the next step takes the low bits as they are.
+        self._written: dict[Tensor, _Written] = {}
         if is_new:
             keep_state_dtypes(self)
-
-    def _largest(self) -> int:
-        """Return the elements of the largest bfloat16 parameter on this rank."""
-        every = (parameter for group in self.param_groups for parameter in group["params"])
-        return max((_local(parameter).numel() for parameter in every if _is_narrow(parameter)), default=0)
 
     def _step_few(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Step some parameters of a group, all of which have gradients, as float32 tensors."""
@@ -172,8 +168,8 @@ class LowBits(Optimizer):
         states: dict[Tensor, dict[str, Any]] = {}
         for tensor, parameter in zip(stepped, parameters, strict=True):
             if parameter in self.state:
-                state = {key: value for key, value in self.state[parameter].items() if key != LOW}
-                states[tensor] = _in_dtype(torch.float32, state) if _is_narrow(parameter) else state
+                states[tensor] = _in_dtype(torch.float32, parameter, self.state[parameter])
+                states[tensor].pop(LOW, None)
         before = _marks(lent)
         inner.param_groups, inner.state = [lent], defaultdict(dict, states)
         try:
@@ -184,8 +180,7 @@ class LowBits(Optimizer):
         self._check_elementwise(_marks(lent) == before, after)
         for tensor, parameter in zip(stepped, parameters, strict=True):
             if tensor in after:
-                state = after[tensor]
-                self.state[parameter] = _in_dtype(self.state_dtype, state) if _is_narrow(parameter) else state
+                self.state[parameter] = _in_dtype(self.state_dtype, parameter, after[tensor])
 
     def _check_elementwise(self, keeps_groups: bool, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         name = type(self.optimizer).__name__
@@ -201,14 +196,14 @@ class LowBits(Optimizer):
 
     def _low_bits(self, parameter: Tensor) -> Tensor:
         """Return the low bits that belong to a parameter's value now: zeros where other code has changed it."""
-        low = self.state[parameter].get(LOW) if parameter in self.state else None
-        values = _local(parameter)
+        low, values = self.state.get(parameter, {}).get(LOW), _local(parameter)
         if low is None:
             return _as_laid(parameter, torch.zeros_like(values.detach(), dtype=torch.int16))
         written = self._written.get(parameter)
         if written is None or written.is_last(values):
             return low
-        return _as_laid(parameter, _local(low) * (written.checksum == _checksum(values)))  # no wait for the device
+        # The host does not wait for this comparison.
+        return _as_laid(parameter, _local(low) * (written.checksum == _checksum(values)))
 
 
 class _Written:
@@ -239,8 +234,7 @@ def keep_state_dtypes(optimizer: Optimizer) -> None:
         saved[:] = _states_in_order(state)
 
     def after(optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for parameter, values in zip(parameters, saved, strict=True):
+        for parameter, values in zip(_parameters_of(optimizer), saved, strict=True):
             here = optimizer.state[parameter] if values else {}
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.dtype != here[key].dtype:
@@ -255,6 +249,10 @@ def _states_in_order(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the states of an optimizer's state_dict, in the order of its parameters."""
     names = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
     return [state["state"].get(name, {}) for name in names]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -275,12 +273,13 @@ def _is_narrow(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
 
-def _in_dtype(dtype: torch.dtype, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with its tensors, but for single numbers, in ``dtype`` if they are floats."""
-    return {
-        key: value.to(dtype) if isinstance(value, Tensor) and value.ndim and value.is_floating_point() else value
-        for key, value in state.items()
-    }
+def _in_dtype(dtype: torch.dtype, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state, that of a bfloat16 parameter with its tensors, but for single numbers, in ``dtype``."""
+    converted = dict(state)
+    for key, value in state.items():
+        if _is_narrow(parameter) and isinstance(value, Tensor) and value.ndim and value.is_floating_point():
+            converted[key] = value.to(dtype)
+    return converted
 
 
 def _strides(values: Tensor) -> tuple[int, ...]:
@@ -308,8 +307,9 @@ def _divided(parameters: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
 def _join(parameters: Sequence[Tensor], low: Sequence[Tensor], flat: Tensor) -> None:
     """Write the float32 weights of bfloat16 parameters and their low bits to ``flat`` [sum of their elements]."""
     for values, low_part, bits in _pieces(parameters, low, flat):
-        bits.view(torch.float32).copy_(values)  # the bits are high << 16
-        bits.add_(low_part.int())  # torch adds two dtypes at a third of the speed
+        # The bits are high << 16. Torch adds two dtypes at a third of the speed.
+        bits.view(torch.float32).copy_(values)
+        bits.add_(low_part.int())
 
 
 def _split(flat: Tensor, parameters: Sequence[Tensor], low: Sequence[Tensor]) -> None:
@@ -318,10 +318,11 @@ def _split(flat: Tensor, parameters: Sequence[Tensor], low: Sequence[Tensor]) ->
     ``flat`` is overwritten.
     """
     for values, low_part, bits in _pieces(parameters, low, flat):
-        weights = bits.view(torch.float32)
-        weights.nan_to_num_(nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))  # 0x7fffffff + HALF is -0
+        # The NaN of the bits 0x7fffffff would become -0.
+        bits.view(torch.float32).nan_to_num_(nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))
         bits.add_(HALF)
-        low_part.copy_(bits).bitwise_xor_(-HALF)  # the last 16 bits, less HALF
+        # The last 16 bits, less HALF.
+        low_part.copy_(bits).bitwise_xor_(-HALF)
         values.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
 
@@ -333,7 +334,7 @@ def _pieces(
     for parameter, low_bits, part in zip(parameters, low, parts, strict=True):
         values, low_part = _local(parameter).detach(), _local(low_bits)
         strides = _strides(values)
-        if values.device.type == "cpu" and values.stride() == low_part.stride() == strides:  # without gaps
+        if values.device.type == "cpu" and values.stride() == low_part.stride() == strides:
             in_order = (tensor.as_strided((tensor.numel(),), (1,)).split(PIECE) for tensor in (values, low_part, part))
             yield from zip(*in_order, strict=True)
         else:
