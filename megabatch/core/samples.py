@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import PlanError
-from megabatch.inspection.checksum import hash_tensors
 from megabatch.inspection.mappings import as_dict, is_dense
 from megabatch.inspection.odd_values import to_dense_tensor
 from megabatch.inspection.sample_kinds import plan_kinds
-from megabatch.inspection.tree import clone, each_tensor, memory_of, tensors_of
+from megabatch.inspection.tree import clone, each_tensor, hash_tensors, memory_of, tensors_of
 from megabatch.planning.partition import plan_share
 from megabatch.planning.plan import CostModel, Plan
 

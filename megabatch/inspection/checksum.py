@@ -1,11 +1,7 @@
-"""Checksums of tensors, by which ranks compare what they hold."""
-
-import zlib
+"""A checksum of a tensor, by which ranks compare what they hold."""
 
 import torch
 from torch import Tensor
-
-from megabatch.inspection.tree import tensors_of
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 CHUNK = 2**20  # elements; bounds the memory of a checksum
@@ -23,12 +19,3 @@ def checksum(tensor: Tensor) -> Tensor:
     for number, chunk in enumerate(bits.split(CHUNK)):
         total += (chunk * odd[: len(chunk)]).sum() * (2 * number + 1)
     return total
-
-
-def hash_tensors(value: object, checksum: int) -> int:
-    """Return a hash of the tensors on the CPU in ``value``, continued from ``checksum``."""
-    for tensor in tensors_of(value):
-        # Reading a tensor of another device would wait for that device.
-        if tensor.device.type == "cpu":
-            checksum = zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
-    return checksum

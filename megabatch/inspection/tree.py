@@ -1,6 +1,7 @@
 """Nested microbatches: move them, clone them, or apply a function to every leaf."""
 
 import copy
+import zlib
 from collections.abc import Callable, MutableMapping
 from typing import Any, cast
 
@@ -64,6 +65,15 @@ def tensors_of(value: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     each_tensor(value, lambda tensor: tensors.append(tensor) or tensor)
     return tensors
+
+
+def hash_tensors(value: object, checksum: int) -> int:
+    """Return a hash of the tensors on the CPU in ``value``, continued from ``checksum``."""
+    for tensor in tensors_of(value):
+        # Reading a tensor of another device would wait for that device.
+        if tensor.device.type == "cpu":
+            checksum = zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def each_tensor(value: Any, function: Callable[[Tensor], Any]) -> Any:
