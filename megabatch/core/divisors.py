@@ -20,7 +20,7 @@ class Divisors:
         self._calls: list[dict[str, float]] = []
 
     @property
-    def told(self) -> dict[str, float]:
+    def announced(self) -> dict[str, float]:
         """Weights of the whole update that were told before its first call, by term."""
         return {}
 
@@ -90,7 +90,7 @@ class Divisors:
         return None if None in weights else sum(filter(None, weights))
 
 
-class ToldDivisors(Divisors):
+class AnnouncedDivisors(Divisors):
     """Weights of the whole update that were told before its first call, by term: nothing is left to correct."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -99,7 +99,7 @@ class ToldDivisors(Divisors):
         self.by_term = _divisors_of(weights)
 
     @property
-    def told(self) -> dict[str, float]:
+    def announced(self) -> dict[str, float]:
         return self._weights
 
     def add_call(self, weights: Mapping[str, float]) -> None:

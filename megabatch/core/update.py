@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megabatch.core.call import CallAgreement, MicrobatchStep
 from megabatch.core.contract import PAIR_NAME, WEIGHT_TOLERANCE, Term, accumulation_dtype, differentiable
-from megabatch.core.divisors import Divisors, ToldDivisors, weight_of
+from megabatch.core.divisors import Divisors, AnnouncedDivisors, weight_of
 from megabatch.core.gradients import refuse_float16, separate_gradients
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError, MegabatchError, PlanError
@@ -211,7 +211,7 @@ class OpenUpdate:
     def announce(self, weights: Mapping[str, float]) -> None:
         """Divide by these weights of the update by term, and not by those of its first call. Empty changes nothing."""
         if weights:
-            self._divisors = ToldDivisors(weights)
+            self._divisors = AnnouncedDivisors(weights)
 
     def hold_reduction(self) -> None:
         """Reduce once, when the update closes, where the wrapper and its policy can."""
@@ -232,7 +232,7 @@ class OpenUpdate:
 
     def check_replaceable(self, weight: float) -> None:
         """Raise `PlanError` if ``weight`` cannot replace the divisor, since `open` was told another."""
-        if self._divisors.told:
+        if self._divisors.announced:
             raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
 
     def begin_call(self, policy: str, num_microbatches: int) -> None:
@@ -349,7 +349,7 @@ class OpenUpdate:
             # A total that is not finite and has no weight, and a total without a weight.
             agree = agree & torch.isfinite(totals[:num_carrying]).all() & ~torch.isinf(quotients[:num_carrying]).any()
         announced: dict[str, tuple[float, Tensor]] = {}
-        for name, announced_weight in self._divisors.told.items():
+        for name, announced_weight in self._divisors.announced.items():
             returned = _returned_weight(name, names, weights)
             announced[name] = announced_weight, returned
             agree = agree & ~_differs(returned, announced_weight)
@@ -373,7 +373,7 @@ class OpenUpdate:
     def _gather_reports(self, names: list[str], weight: float | None, max_norm: float | None) -> Tensor:
         """Return the reports of all ranks, with a hash of everything that must be the same on all."""
         holds_reduction = self._hold_reduction is not _hold_nothing
-        settings = f"{self.differentiable} {weight} {max_norm} {self._divisors.told} {holds_reduction}"
+        settings = f"{self.differentiable} {weight} {max_norm} {self._divisors.announced} {holds_reduction}"
         # Only the CPU compares positions by itself.
         settings += f" {self._wrapper.collectives_digest}{self._ranks.position!r}"
         report = self._report(names, settings)
