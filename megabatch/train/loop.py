@@ -96,7 +96,6 @@ def finish_update(context: RunContext) -> None:
     """Do what follows an update that was stepped: the callbacks, and the rows. Collective."""
     assert context.update is not None
     context.values = read_values(context.update)
-    # What follows may take any time.
     context.heartbeat.made = time.monotonic()
     step = context.learner.step
     is_refused = not context.values["finite"] and context.config.update.on_nonfinite == "raise"

@@ -147,12 +147,9 @@ class Replica:
             yield
             if context.is_over or context.stop.agree(context.ranks):
                 break
-        # A run that has no update left needs no quorum.
         if not self._is_open:
             self._open()
-        # The others need not wait for this replica.
         self._manager.shutdown(wait=False)
-        # The others may be gone.
         self._shared.is_writer = True
 
     def _note(self, context: RunContext) -> None:
@@ -183,7 +180,6 @@ class Replica:
         timeout = timedelta(seconds=self._context.config.run.collective_timeout or COLLECTIVE_TIMEOUT)
         kind = torchft.ProcessGroupNCCL if ranks.device.type == "cuda" else torchft.ProcessGroupGloo
         group = kind(timeout=timeout)
-        # Rank 0 says where its manager listens.
         if ranks.rank > 0:
             ranks.barrier()
         with one_line_for_lighthouse():

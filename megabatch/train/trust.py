@@ -81,7 +81,6 @@ def open_to_others(file: Path) -> str:
         status = path.stat()
         if status.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to another user"
-        # In /tmp each user owns their files.
         if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
             continue
         if status.st_mode & stat.S_IWOTH:
@@ -147,5 +146,4 @@ def secret_key(*, create: bool) -> bytes | None:
             new.unlink()
         return path.read_bytes() or None
     except (OSError, RuntimeError):
-        # RuntimeError: there is no home folder.
         return None

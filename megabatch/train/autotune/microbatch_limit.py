@@ -12,7 +12,6 @@ from typing import Any
 
 from megabatch import CostModel
 from megabatch.batching import Deferred
-from megabatch.errors import MicrobatchLimit
 from megabatch.planning import MeasuredMicrobatch, TunedLimit
 from megabatch.train.checkpoints.metadata import describe_conditions, first_difference, read_meta
 from megabatch.train.config import Config
@@ -66,25 +65,16 @@ def load_limit(config: Config, ranks: Ranks, checkpoint: Path | None) -> ChosenL
     if difference is not None:
         key, there, now = difference
         return ChosenLimit(None, here, (f"the bound is chosen anew: {key} was {there} and is {now}",))
-    fit = _parse_limit(saved["fit"])
-    text = _kept_text(fit.max_microbatch_tokens, load_oom_limit(config.run))
-    return ChosenLimit(fit, here, (text,), saved[EVEN], saved.get(DEALT))
-
-
-def _parse_limit(saved: Mapping[str, Any]) -> TunedLimit:
-    values = dict(saved)
-    values["cost"] = CostModel(**saved["cost"])
-    values["measured"] = tuple(MeasuredMicrobatch(**fields) for fields in saved["measured"])
-    return TunedLimit(**values)
-
-
-def _kept_text(tokens: int, oom_limit: MicrobatchLimit | None) -> str:
+    values = dict(saved["fit"])
+    values["cost"] = CostModel(**values["cost"])
+    values["measured"] = tuple(MeasuredMicrobatch(**fields) for fields in values["measured"])
+    fit, oom_limit = TunedLimit(**values), load_oom_limit(config.run)
+    tokens = fit.max_microbatch_tokens
     text = f"update.max_microbatch_tokens {tokens:,}: the checkpoint's, so that sums are rounded the same"
-    if oom_limit is None or oom_limit.tokens >= tokens:
-        return text
-    return (
-        f"{text}; since a microbatch did not fit in memory, one holds at most {oom_limit.tokens:,} ({OOM_LIMIT_FILE})"
-    )
+    if oom_limit is not None and oom_limit.tokens < tokens:
+        at_most = f"{oom_limit.tokens:,} ({OOM_LIMIT_FILE})"
+        text = f"{text}; since a microbatch did not fit in memory, one holds at most {at_most}"
+    return ChosenLimit(fit, here, (text,), saved[EVEN], saved.get(DEALT))
 
 
 def choose_limit(chosen: ChosenLimit | None, context: RunContext) -> ChosenLimit | None:
@@ -106,7 +96,6 @@ def choose_limit(chosen: ChosenLimit | None, context: RunContext) -> ChosenLimit
         tokens = context.ranks.broadcast(gradient.fit.max_microbatch_tokens)
         chosen = ChosenLimit(gradient.fit, chosen.made_for, words, even, tokens)
     elif gradient.fit != chosen.fit:
-        # A stream has come to a longer sample.
         chosen = replace(chosen, fit=gradient.fit, words=words)
     cost = None if chosen.even_tokens is None else balancing_cost(chosen.even_tokens)
     updates.deal_by(replace(updates.dealing, cost=cost, max_microbatch_tokens=chosen.dealt_tokens))

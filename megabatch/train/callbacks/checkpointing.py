@@ -119,11 +119,9 @@ def restore(context: RunContext, checkpoint: Path) -> None:
     try:
         learned = None if meta.get(LEARNED) is None else MicrobatchLimit(*meta[LEARNED])
         for name, part in context.positions.items():
-            # A checkpoint from before its key was set has none.
             if name in meta:
                 part.load_state_dict(meta[name])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # It was written by another version, or by somebody.
         raise DamagedError(checkpoint / META, in_one_line(error)) from None
     load(checkpoint, context.saved)
     if learned is not None:
@@ -183,7 +181,6 @@ class StagedLearner:
         groups = state["optimizer"]["param_groups"]
         names = self._ranks.exchange_objects([group["params"] for group in groups])
         for group, *parts in zip(groups, *names, strict=True):
-            # A tied parameter has two stages.
             group["params"] = list(dict.fromkeys(name for part in parts for name in part))
         return state
 

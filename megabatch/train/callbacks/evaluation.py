@@ -290,7 +290,6 @@ def rounded_sum(values: Iterable[float]) -> float:
     try:
         return math.fsum(numbers)
     except (ValueError, OverflowError):
-        # Infinities of both signs, or a sum beyond float64.
         return sum(numbers)
 
 
@@ -342,7 +341,6 @@ def split_set(
     if limit is not None and rows is not None:
         rows = min(rows, max(1, limit // max(1, *lengths)))
     if ranks.layout.pp > 1 and tokens is not None:
-        # This refuses a sample that is longer.
         plan(lengths, max_microbatch_tokens=tokens)
         rows, tokens = tokens // max(1, *lengths, 1), None
     if update.same_bits:

@@ -155,7 +155,6 @@ class HardwareCheck(Callback):
             norms = norms_of([min(copies) for copies in zip(*(squares for _, squares in of_makers), strict=True)])
             for norm, *values in zip(norms, *(sums for sums, _ in of_makers), strict=True):
                 for maker, value in zip(makers, values, strict=True):
-                    # The nearest value is its own.
                     near = sorted(abs(value - peer) for peer in values)[1]
                     odd |= set() if near <= self._tolerance * norm else {maker}
         return odd

@@ -115,7 +115,6 @@ class NoiseScale(Callback):
             return
         learner.max_norm = self._max_norm or LARGEST_NORM
         with context.model.losses():
-            # The limit is tuned by all samples, as in one call.
             learner.gradient.tune(batch, context.loss_fn)
         plan = learner.gradient.plan(batch)
         calls = Calls(halves(context.updates.ids, self._seed, learner.step + 1))

@@ -273,7 +273,14 @@ def merged_model(adapter: Adapter, checkpoint: Path) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder, silence():
         adapter.save_pretrained(Path(folder))
         model = peft().PeftModel.from_pretrained(base, folder)
-    check_untied(model)
+    owners = owners_of(model)
+    for path, layer in layers_of(model):
+        names = [name.removeprefix(INSIDE_PEFT) for name in owners[id(layer.get_base_layer().weight)]]
+        if len(names) > 1:
+            raise MegabatchError(
+                f"{path.removeprefix(INSIDE_PEFT)} has an adapter and shares its matrix ({', '.join(names)}), which "
+                "merging would change for both; leave --merged out"
+            )
     return model.merge_and_unload()
 
 
@@ -305,18 +312,6 @@ def check_base(base: nn.Module, checkpoint: Path) -> None:
             f"{checkpoint} was trained on another base: the parameter {name} is {was} there and {now} here; let "
             "model.name of the run's config.toml be the base that it was trained on"
         )
-
-
-def check_untied(model: nn.Module) -> None:
-    """Raise where an adapter's matrix is that of another module too, which would change with it."""
-    owners = owners_of(model)
-    for path, layer in layers_of(model):
-        names = [name.removeprefix(INSIDE_PEFT) for name in owners[id(layer.get_base_layer().weight)]]
-        if len(names) > 1:
-            raise MegabatchError(
-                f"{path.removeprefix(INSIDE_PEFT)} has an adapter and shares its matrix ({', '.join(names)}), which "
-                "merging would change for both; leave --merged out"
-            )
 
 
 def resolved(path: Path) -> Path:

@@ -129,7 +129,6 @@ def open_run_folder(
         if shared is None or not shared.is_joined:
             remove_unfinished(folder)
             remove_unfinished(checkpoints_of(folder))
-        # Another process was faster.
         if is_new and has_checkpoint(folder):
             raise holds_a_run(folder)
         _check_can_start(folder, config, ranks.job)
@@ -201,7 +200,6 @@ def lock_run(folder: Path, within_seconds: float | None) -> None:
                 ) from None
             time.sleep(SECONDS_BETWEEN_TRIES)
         except OSError:
-            # A file system without locks.
             return None
 
 

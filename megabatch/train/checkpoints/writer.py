@@ -30,7 +30,6 @@ from megabatch.train.runtime.shared_folder import CHECKPOINT, SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
 SECONDS_BETWEEN_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-# About an hour.
 SECONDS_BETWEEN_LATE_TRIES, MOST_TRIES = 10.0, 360
 SECONDS_TO_LEAVE = 3.0
 
@@ -88,7 +87,15 @@ class Writer:
         self._shelf = Checkpoints(self._folder)
         self._retry_step: int | None = None
         self._retry_gap = 1
-        self._apart = ranks_apart(ranks) if in_background(config, ranks) else None
+        self._apart: Ranks | None = None
+        if in_background(config, ranks):
+            group = None
+            if dist.is_initialized():
+                # Threads need a process group of their own.
+                group = dist.new_group(backend="gloo")
+            else:
+                ignore_group_warning()
+            self._apart = replace(ranks, group=group)
         self._on_its_way: tuple[CheckpointRequest, Beside] | None = None
         self.written_step: int | None = None
 
@@ -127,7 +134,6 @@ class Writer:
         """
         self.wait()
         if self._shared is not None:
-            # The other replicas may be gone.
             self._shared.is_writer = True
         for number, seconds in enumerate(chain((0.0, *SECONDS_BETWEEN_TRIES), repeat(SECONDS_BETWEEN_LATE_TRIES))):
             time.sleep(seconds)
@@ -207,7 +213,6 @@ class Writer:
         ranks.on_main(lambda: shared.take(CHECKPOINT), str(self._folder))
         try:
             latest = ranks.on_main(lambda: step_named_by(pointer), str(pointer), verb="read")
-            # Otherwise another replica has written it.
             if latest is None or latest < request.step:
                 self._write(request, ranks)
         finally:
@@ -253,14 +258,6 @@ def in_background(config: Config, ranks: Ranks) -> bool:
     stated = config.checkpoint.background
     is_on_device = ranks.device.type == "cuda" and not config.parallel.cpu_offload
     return is_on_device if stated is None else stated
-
-
-def ranks_apart(ranks: Ranks) -> Ranks:
-    """Return the same ranks with a process group of their own, for threads. Collective."""
-    if dist.is_initialized():
-        return replace(ranks, group=dist.new_group(backend="gloo"))
-    ignore_group_warning()
-    return replace(ranks)
 
 
 def staged(states: dict[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,6 @@ def read_findings(folder: Path, command: str) -> tuple[Any, int]:
     """Return the findings of the processes that trained together, and how many other runs there are."""
     from megabatch import Audit
 
-    # torchrun starts the ranks of one machine.
     by_launcher: dict[str, list[Any]] = {}
     for file in sorted(folder.glob("*.jsonl")):
         try:

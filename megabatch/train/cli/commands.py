@@ -64,7 +64,6 @@ def run(arguments: list[str]) -> int:
     except FailedError as failed:
         return failed.status
     except KeyboardInterrupt as interruption:
-        # A second signal came while the process ends by the first.
         return 128 + getattr(interruption, "number", signal.SIGINT)
     return 0
 

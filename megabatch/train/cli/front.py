@@ -53,7 +53,6 @@ def run(arguments: Sequence[str]) -> int | None:
         drop_output()
         return UNREAD
     except OSError as error:
-        # The name cannot be one, or a full disk does not take what is printed.
         drop_output()
         print_line(f"megabatch: {in_one_line(error)}; give another name, or look at the disk", sys.stderr)
         return FAILED

@@ -38,7 +38,6 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     if "sweep" in options:
         raise MegabatchError("--sweep makes one run after the other; under torchrun start each run by itself")
     is_run, path = recipe.is_dir(), recipe_named(recipe)
-    # The folder may have been moved.
     if is_run and name != "plan":
         overrides = [f"--run.folder={recipe}", "--run.resume=true", *overrides]
     config = load_config(path, overrides)

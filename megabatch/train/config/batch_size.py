@@ -54,7 +54,6 @@ def read_schedule(pairs: Sequence[Any]) -> BatchSizes:
             raise MegabatchError(f"{KEY} has updates of {size!r} samples; expected a whole number of at least 1")
     read = [read_point(point) for point, _ in pairs]
     points = tuple(number for number, _ in read)
-    # Zero is zero in any unit.
     units = sorted({unit for number, unit in read if number})
     if points[0]:
         raise MegabatchError(f"{KEY} begins at {pairs[0][0]!r}; the first size holds from 0 on: [[0, {sizes[0]}], ...]")

@@ -179,7 +179,6 @@ def read_number(text: str) -> object:
     with suppress(ValueError):
         return int(text)
     with suppress(ValueError):
-        # Otherwise it is too large.
         if math.isfinite(number := float(text)):
             return number
     return value
@@ -190,7 +189,6 @@ def read_toml_value(text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
-        # The text is no TOML, or beyond Python's own limits.
         return text
 
 

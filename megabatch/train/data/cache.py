@@ -168,7 +168,6 @@ def state_of(source: SourceConfig, key: str) -> list[Any]:
     try:
         states = [(file.resolve(), file.stat()) for file in files.files()]
     except OSError as error:
-        # The file was removed since it was found.
         raise MegabatchError(
             f"cannot read {error.filename} ({error.strerror}); set {key}.path to what is there"
         ) from None
@@ -188,7 +187,6 @@ def put(entry: CacheEntry, console: Console) -> None:
             console.warn(f"the tokenized data in {folder} is damaged ({damage}); it is made anew")
             remove_path(folder)
         for unfinished in folder.parent.glob(f".{folder.name}.*{UNFINISHED}"):
-            # Another run is as far, or has finished it.
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - unfinished.stat().st_mtime > SECONDS_OF_WRITING:
                     remove_path(unfinished)
@@ -201,7 +199,6 @@ def put(entry: CacheEntry, console: Console) -> None:
                 raise
             entry.check_unchanged()
     except OSError as error:
-        # Another run was first.
         if find_damage(folder) is None:
             return
         raise MegabatchError(

@@ -49,7 +49,6 @@ class Repeatable(View):
         self.lengths, self.fingerprint = samples.lengths, samples.fingerprint
 
     def at(self, index: int) -> Any:
-        # 0 stands for the time before the first update.
         with drawing(self._seed, 0, index):
             return self._samples.at(index)
 

@@ -153,7 +153,6 @@ def kind_of_rows(source: SourceConfig, key: str, tokens: "Tokens", first: Row) -
     kind_rows = ChatRows(fields, key, tokens) if kind == "messages" else TextRows(fields, tokens)
     for name, named_fields in kind_rows.fields.items():
         field = named_fields if isinstance(named_fields, str) else named_fields[0]
-        # The recipe is wrong, not the row.
         if field not in first.fields:
             raise MegabatchError(
                 f"{first.name} has no field {field!r}, only {fields_text(first)}; set {key}.{name} to the field to read"
@@ -393,7 +392,6 @@ class Tokens:
         front_and_end = [self.front.tolist(), tokenizer.eos_token_id]
         backend = getattr(tokenizer, "backend_tokenizer", None)
         body = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
-        # The recipe says ByT5's template.
         template = None if isinstance(tokenizer, ByT5Tokenizer) else tokenizer.chat_template
         special = json.dumps([tokenizer.special_tokens_map, template], default=str, sort_keys=True)
         return sha256_of(type(tokenizer).__qualname__, body, special, json.dumps(front_and_end))

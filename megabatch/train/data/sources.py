@@ -298,7 +298,6 @@ def json_rows(path: str, file: Any) -> Rows:
     except json.JSONDecodeError as error:
         if error.msg != MORE_THAN_ONE:
             raise
-        # A list in each line, of which none is a row.
         return line_rows(path, io.BytesIO(content), json.loads)
     return (row_of(f"{path}:{number}", fields) for number, fields in enumerate(objects, start=1))
 
@@ -371,7 +370,6 @@ def csv_rows(path: str, file: Any) -> Rows:
             except StopIteration:
                 return
             except csv.Error as error:
-                # The reader goes on with the next line.
                 problem = f"is no record of csv ({error})"
             if not record and not problem:
                 continue

@@ -48,7 +48,6 @@ def functions_of(source: str, name: str) -> Iterator[Function]:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        # Templates and other languages' fixtures lie among the modules.
         return
     lines = lines_of(source)
     for node in outermost_functions(tree):

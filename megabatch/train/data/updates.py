@@ -192,7 +192,6 @@ class Updates:
                 delivery = next(self._rest, None)
                 self._next = None if delivery is None else replace(delivery, samples=self._changed(delivery))
             except Exception as error:
-                # The update before is still to be stepped.
                 self._next = error
         return self._next
 
@@ -258,7 +257,6 @@ class Shares(Dataset[Delivery]):
 
     def _shares(self, state: State) -> Iterator[Share]:
         """Yield the sample ids of every update after ``state``."""
-        # The position belongs to the iterator.
         sampler = copy(self._sampler)
         sampler.load_state_dict(state)
         number = state["updates"]

@@ -92,7 +92,6 @@ def survey(
         stated: Fields that the user names, by the recipe's keys for them.
     """
     files = find_files(SourceConfig(path=path), "data")
-    # The source is read as the recipe will name it.
     rows = rows_of(SourceConfig.model_validate(source_keys(path, files)), "data")
     result: Survey | None = None
     num_broken, first_broken = 0, ""

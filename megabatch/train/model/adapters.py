@@ -148,7 +148,6 @@ def lora_config(config: ModelConfig) -> Any:
 def peft() -> Any:
     """Return the package. Raises `MegabatchError` where it is not installed."""
     try:
-        # peft imports bitsandbytes where that is installed.
         with silence():
             return importlib.import_module("peft")
     except ModuleNotFoundError as error:

@@ -101,7 +101,6 @@ def _is_read(key: str, value: Any, default: PreTrainedConfig) -> bool:
     try:
         family = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(default)])
     except KeyError:
-        # This is no causal language model and is refused later.
         return False
     return bool(re.search(rf"\bconfig\.{key}\b|\(config, \"{key}\"", inspect.getsource(cast(ModuleType, family))))
 
@@ -126,7 +125,6 @@ def saved_architecture(name: str) -> PreTrainedConfig:
 
 def check_own_code(architecture: PreTrainedConfig, config: ModelConfig) -> None:
     """Raise for an implementation that transformers would take from a repository of the hub, and run."""
-    # The recipe's attention replaces all.
     attention = config.attention or getattr(architecture, "_attn_implementation", None)
     experts = getattr(architecture, "_experts_implementation", None)
     for names in (attention, experts):

@@ -124,7 +124,6 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     words.append(utilization.words if utilization.peak is None else f"MFU: of {utilization.words}")
     if config.model.lora is not None:
         source = begun(source, config.model, config.run.seed)
-    # A rank sees parts of a sample.
     is_split = ranks.layout.tp > 1 or ranks.layout.cp > 1 or ranks.layout.pp > 1
     update = config.update
     has_own_rows = not (is_split or config.model.compile or update.one_row or update.long_samples)
@@ -148,7 +147,6 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
             if config.data.pack_tokens is not None:
                 isolated, text = check_documents(trial, ranks.device)
                 (words if isolated else warnings).append(text)
-    # The trial has run whole sequences.
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):
         attention = context_parallel.GatheredAttention(mesh.get_group("cp"))
         for module in [cast(PreTrainedModel, base)] if stages is None else stages.modules:

@@ -54,7 +54,6 @@ def train_with_router(
         text_config(base).output_router_logits = False
     if experts.bias_rate is not None:
         parallel_model.words.append(f"expert biases move by {experts.bias_rate:g} an update, towards an even load")
-        # One row does not pad.
         if not config.update.one_row:
             updates.change = with_mask
     elif coefficient is not None:
@@ -75,7 +74,6 @@ def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None
             f"{said} and no module of the model has a tensor {experts.bias_name!r}; set model.experts.bias_name, or "
             "leave bias_rate out"
         )
-    # Packed rows have no mask.
     keys = ("data.pack_tokens", *AXES)
     for setting in given(config, keys):
         raise MegabatchError(f"{said} and {setting}, which does not count tokens; leave one of them out")
@@ -95,7 +93,6 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
         )
     if not names_experts(model):
         raise MegabatchError(f"{said} and the model has no experts; leave it out")
-    # One row has no sequences.
     for setting in given(config, ("update.one_row", *AXES)):
         raise MegabatchError(f"{said} and {setting}, with which it is not computed; leave one of them out")
     from megabatch.experts import config_coefficient

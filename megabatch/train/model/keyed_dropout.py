@@ -17,7 +17,6 @@ from megabatch.train.runtime.plugins import in_place_of
 
 KEY = "dropout_key"
 FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-# Odd numbers between the places along each dimension.
 STEPS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 

@@ -63,7 +63,6 @@ def optim_of(config: Config, device: torch.device) -> OptimConfig:
     optim = config.optim
     if not config.update.same_bits or device.type != "cpu" or optim.function is not None:
         return optim
-    # Muon leaves the other parameters to AdamW.
     stepped_by = "AdamW" if optim.name == "Muon" else optim.name
     plain = {"fused": False} if takes(kind_of(stepped_by), "fused") else {}
     return optim.model_copy(update={"options": plain | optim.options})
@@ -224,7 +223,6 @@ def too_small_steps(optimizer: optim.Optimizer, config: OptimConfig) -> list[str
     weights = [parameter for parameter in trained if parameter.dtype == dtype]
     here = [(weight.to_local() if isinstance(weight, DTensor) else weight).detach().reshape(-1) for weight in weights]
     every = sum(map(len, here)) // NUM_LOOKED_AT + 1
-    # The median of no weights is NaN.
     median = float(torch.cat([part[::every] for part in here]).float().abs().median())
     is_known = 0 < median < math.inf
     half_step = 2.0 ** math.floor(math.log2(median)) * torch.finfo(dtype).eps / 2 if is_known else 0.0
@@ -299,7 +297,6 @@ def muon_optimizer(model: nn.Module, config: OptimConfig) -> MuonAndAdamW:
         )
     groups: list[Group] = [{"params": matrices, "weight_decay": config.weight_decay}]
     options = {"adjust_lr_fn": "match_rms_adamw", **config.options}
-    # torch's Muon is not fused, and AdamW is.
     fused = {"fused": options.pop("fused")} if "fused" in options else {}
     arguments = tried(optim.Muon, arguments_of(optim.Muon, config.model_copy(update={"options": options})), groups)
     rate = config.lr if config.adamw_lr is None else config.adamw_lr

@@ -128,7 +128,6 @@ class Vocabulary(Style):
             weight = cast(DTensor, embedding.weight).to_local()  # [V / ranks, E]
             is_here = ((tokens >= first) & (tokens < first + len(weight)))[..., None]  # [B, T, 1]
             rows = F.embedding((tokens - first).where(is_here[..., 0], 0), weight)
-            # The padding token does not learn.
             if padding_idx is not None:
                 rows = rows.where((tokens != padding_idx)[..., None], rows.detach())
             part = DTensor.from_local(rows.where(is_here, 0.0), mesh, [Partial()], run_check=False)
@@ -160,7 +159,6 @@ def spread(
     ties = tied_places(model)
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
-        # Its output is split by a length that is kept in the module around it.
         if isinstance(style, FusedHeads):
             cast(Any, model.get_submodule(parent_of(name))).split_size //= mesh.size()
     for first, *copies in ties:
@@ -208,7 +206,6 @@ def styles_of(
         entry = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
         if entry == "embedding_rowwise" and module is model.get_input_embeddings():
             entry = None
-        # nn.Identity stands for what another stage holds.
         if entry is not None and not isinstance(module, nn.Identity):
             is_head = module is model.get_output_embeddings()
             styles[name] = style_of(entry, module, stream, loss_parallel and is_head)

@@ -60,7 +60,6 @@ class PipelineShare:
         """Microbatches whose simulation tells of any more: the first, those in the middle, the last. None: none do."""
         if self.per_rank > 1 or self.schedule not in (GPIPE, ONE_EACH):
             return None
-        # Forwards before the first backward.
         num_early = 1 if self.schedule == GPIPE else self.num_ranks - self.rank
         return max(num_early + 3, self.num_ranks)
 
@@ -470,7 +469,6 @@ def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     num_bytes = sizes.num_kept * layer_bytes + logits / (sizes.num_cut if sizes.cuts_logits else 1)
     if sizes.pipeline is None:
         return num_bytes
-    # All microbatches have buffers.
     received = choice.num_microbatches * tokens * sizes.num_hidden * sizes.compute_bytes
     return num_bytes + (sizes.pipeline.num_held(choice.num_microbatches) - 1) * sizes.num_kept * layer_bytes + received
 

@@ -372,7 +372,6 @@ def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:
         return 0
     # Gradients are reduced at other times.
     is_other_sync = choice.sync != row.choice.sync
-    # Between microbatches gradients are kept.
     is_between = choice.num_microbatches == 1 < row.choice.num_microbatches
     names = ("gradients", "unsharded gradients") if is_other_sync or is_between else ()
     fixed = sum(row.at_peak.get(name, 0) for name in (*names, *["communication"] * is_other_sync))

@@ -366,7 +366,6 @@ class Simulator:
         prepare(model, config.model)
         stages = self.cut(model, config, ranks)
         if num_layers is not None:
-            # The layers have their numbers in the whole model.
             layers = stages.model.get_submodule(_stack_of(stages.model))
             for name in [name for name, _ in layers.named_children()][num_layers:]:
                 delattr(layers, name)
@@ -414,7 +413,6 @@ def find_end(simulator: Simulator, outlines: Outlines, layout: Layout, wrapped: 
     if rank:
         # What comes from another stage carries a gradient.
         sizes = replace(sizes, num_kept=sizes.num_layers)
-    # Stages of a rank may differ by a layer.
     has_one = len(stages.parts) == 1
     repeats = find_repeats(stages.model) if has_one and simulator.wrapper.name != "ddp" else None
     return PipelineEnd(rank, replace(sizes, pipeline=share), repeats)
@@ -556,8 +554,16 @@ def find_longest_sample(config: Config, length_tokens: int | None, console: Cons
     for key in ("pack_tokens", "max_sample_tokens"):
         if (stated := getattr(config.data, key)) is not None:
             return text_sample(stated, f"data.{key}", config)
-    longest_tokens, updates = _measure_data(config, console)
-    return replace(text_sample(longest_tokens, "the longest of its data", config), updates=updates)
+    advice = "give --length N, the tokens of the longest sample, or data.max_sample_tokens, and no data is read"
+    unbounded = config.update.model_copy(update={"micro_batch_size": 1, "max_microbatch_tokens": None})
+    try:
+        data = load_data(config.model_copy(update={"update": unbounded}), load_tokenizer(config.model), ALONE, console)
+    except MegabatchError as error:
+        raise MegabatchError(f"{error}; or {advice}") from None
+    if data.longest_tokens is None:
+        raise MegabatchError(f"the longest sample of a stream is not known; {advice}")
+    sample = text_sample(data.longest_tokens, "the longest of its data", config)
+    return replace(sample, updates=_first_updates(data, config))
 
 
 def text_sample(length_tokens: int, source: str, config: Config) -> LongestSample:
@@ -593,16 +599,3 @@ def _first_updates(data: Data, config: Config) -> tuple[tuple[int, ...], ...]:
         dp_degree=1, tail="carry", order=data.order,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     return tuple(tuple(lengths[ids].tolist()) for ids in islice(sampler, NUM_UPDATES))
-
-
-def _measure_data(config: Config, console: Console) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Return the tokens of the longest sample of the data, and those of the samples of a few updates."""
-    advice = "give --length N, the tokens of the longest sample, or data.max_sample_tokens, and no data is read"
-    unbounded = config.update.model_copy(update={"micro_batch_size": 1, "max_microbatch_tokens": None})
-    try:
-        data = load_data(config.model_copy(update={"update": unbounded}), load_tokenizer(config.model), ALONE, console)
-    except MegabatchError as error:
-        raise MegabatchError(f"{error}; or {advice}") from None
-    if data.longest_tokens is None:
-        raise MegabatchError(f"the longest sample of a stream is not known; {advice}")
-    return data.longest_tokens, _first_updates(data, config)

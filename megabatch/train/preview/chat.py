@@ -20,7 +20,6 @@ from megabatch.train.checkpoints.export import (
     merged_model,
     read_weights,
 )
-from megabatch.train.config import Config
 from megabatch.train.data.encode import Tokens
 from megabatch.train.model.architecture import load_tokenizer, read_tokenizer, silence
 from megabatch.train.runtime.console import print_line, printable
@@ -113,7 +112,9 @@ def model_of_run(folder: Path, step: int | str | None, is_trusted: bool) -> tupl
     model = exported(config, read_weights(checkpoint.path), checkpoint.path, merged=False)
     if isinstance(model, Adapter):
         model = merged_model(model, checkpoint.path)
-    return model, load_tokenizer(config.model), has_chats(config)
+    sources = [config.data, *config.data.mixture.values()]
+    has_chats = any(source.messages_field is not None for source in sources)
+    return model, load_tokenizer(config.model), has_chats
 
 
 def model_of_export(folder: Path) -> tuple[Any, Any, bool]:
@@ -127,11 +128,6 @@ def model_of_export(folder: Path) -> tuple[Any, Any, bool]:
             f"{folder} holds no causal language model ({in_one_line(error)}); give a run, or an export of one"
         ) from None
     return model, tokenizer, getattr(tokenizer, "chat_template", None) is not None
-
-
-def has_chats(config: Config) -> bool:
-    sources = [config.data, *config.data.mixture.values()]
-    return any(source.messages_field is not None for source in sources)
 
 
 def prompt_ids(tokenizer: Any, messages: list[Message], *, is_chat: bool) -> list[int]:

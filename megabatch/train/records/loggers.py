@@ -178,7 +178,6 @@ class Trackio(Tracker):
 
     def _open(self, config: Config) -> str:
         name = self._saved or f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        # A progress bar may hold stdout.
         with redirect_stdout(io.StringIO()):
             self._module.init(
                 project=config.tracking.project, name=name, config=mask(config.model_dump(mode="json")),

@@ -75,7 +75,6 @@ class Metrics(Callback):
         assert update is not None
         sums = gather_sums(plan, context.ranks)
         if context.shared is not None:
-            # These are by ranks of one replica.
             sums = sums._replace(predicted=())
         row = update_row(update, context.values, sums, now - context.started, counts_tokens=self._counts_tokens)
         row |= self._speed(row, self._num_devices * context.row.get("num_replicas", 1))
@@ -121,7 +120,6 @@ def source_of(name: str) -> str:
     path = getattr(module, "__file__", None)
     if path is None:
         return ""
-    # Its loader reads from inside of a zip.
     if not Path(path).is_file():
         return "".join(linecache.getlines(path, vars(module)))
     return Path(path).read_text(encoding="utf-8", errors="replace")
@@ -228,7 +226,6 @@ def update_row(update: Update, values: Mapping[str, float], sums: Sums, seconds:
     """
     row: Row = {"loss": values["loss"] if values["weight"] else None, "grad_norm": values.get("grad_norm")}
     terms = {key: value for key, value in values.items() if key.startswith("loss_")}
-    # 0 / 0 is a term without weight.
     row |= {key: None if math.isnan(value) else value for key, value in terms.items()}
     row["weight"] = values["weight"]
     row["num_samples"], row["num_microbatches"] = update.num_samples, update.num_microbatches

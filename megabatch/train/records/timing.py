@@ -289,7 +289,6 @@ class SlowRanks:
         if not slow:
             return []
         self._said |= set(slow)
-        # All ranks have the same sums.
         processes = self._ranks.gather(f"process {os.getpid()} on {socket.gethostname()}")
         when = f"in {SLOW_IN} or more of the last {len(self._recent)} updates"
         return [slow_text(rank, processes[rank], fmean(columns[rank]), when) for rank in slow[:MOST_LINES]]
@@ -328,7 +327,6 @@ class Profiler(Callback):
         """Write what was recorded."""
         if self._profile is not None:
             if torch.cuda.is_available():
-                # The update's kernels belong to it.
                 torch.cuda.synchronize()
             profiled = self._profile
             self._stop()

@@ -31,12 +31,10 @@ from rich.text import Text
 from megabatch.train.runtime.files import DISK_FULL, RetryingAppender
 
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141
-# What is over sooner is not worth a line.
 SECONDS_TO_SHOW = 2.0
 SECONDS_BETWEEN_LINES = 5.0
 MOST_CHARACTERS = 1200
 MOST_LINES = 100
-# Lines of faster updates wait for each other.
 SECONDS_BETWEEN_WRITES = 0.25
 
 
@@ -79,7 +77,6 @@ class Console:
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._is_live = enabled and sys.stdout.isatty() and not self._rich.is_dumb_terminal
         self._progress = Progress(*columns(), console=self._rich, expand=True, disable=not self._is_live)
-        # A line of progress comes from a thread of its own.
         self._lock = threading.RLock()
         self._num_live = 0
         self._log, self._next_write = RetryingAppender(None), 0.0

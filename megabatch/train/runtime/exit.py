@@ -71,7 +71,6 @@ def exit_together() -> Generator[Rendezvous, None, None]:
         number, folder = (error.number, error.folder) if isinstance(error, StoppedError) else (signal.SIGINT, "")
         fail(rendezvous, interruption_text(number, folder), 128 + number)
     except BrokenPipeError:
-        # `| head` has seen enough.
         claim_failure(rendezvous)
         drop_output()
         raise FailedError(UNREAD) from None
@@ -79,7 +78,6 @@ def exit_together() -> Generator[Rendezvous, None, None]:
         # A user's function may raise SystemExit; the other ranks would wait for ever.
         if line := _file_problem(error):
             fail(rendezvous, f"megabatch: {line}", FAILED)
-        # A collective lost its peer.
         if not claim_failure(rendezvous):
             raise FailedError(FAILED) from None
         if rendezvous.store is None:

@@ -24,7 +24,6 @@ NOT_THERE = (FileNotFoundError, NotADirectoryError)
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"
 SKIPPED = "skipped.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
-# A microbatch's bits depend on these.
 CONDITIONS = ("threads", "devices", "cpu_capability", "torch", "torch_build", "cuda")
 DIGEST = "sha256"
 TAIL_BYTES = 2**16
@@ -55,7 +54,6 @@ def replace_text(path: Path, text: str) -> None:
     try:
         write_synced(temporary, text)
         if path.is_dir() and not path.is_symlink():
-            # Nothing that a run writes is a folder of this name.
             move_aside(path)
         os.replace(temporary, path)
         sync(path.parent)
@@ -69,7 +67,6 @@ def new_folder(path: Path) -> Generator[Path]:
     """Yield a folder beside the path, which takes its name at a good end and is gone at any other."""
     unfinished = unfinished_name(path)
     try:
-        # As readable as the user's umask lets it be.
         unfinished.mkdir(parents=True)
         yield unfinished
         os.replace(unfinished, path)
@@ -294,7 +291,6 @@ class JsonlFile(RetryingAppender):
         resumed_rows = [row for row in rows if self.is_kept(row, step)]
         odd = irregular_steps([row["step"] for row in resumed_rows if not is_evaluation(row)], step)
         warnings = [f"{self._file} {odd}"] if odd and self.has_every_update else []
-        # The last of several rows stays.
         if warnings:
             resumed_rows = [*{(row["step"], row.get("set")): row for row in resumed_rows}.values()]
         if problem:

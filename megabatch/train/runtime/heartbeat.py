@@ -34,7 +34,7 @@ BEGINNING, ENDED = "beginning", "at its end"
 AFTER, COMPILING = "after", "compiling"
 UPDATES_TO_KNOW, UPDATES_TO_KEEP = 5, 101
 LOOKS = 3
-STUCK = "stuck"
+STUCK, KEY = "stuck", "heartbeat of rank {}"
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 COMPILERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_dynamo", "_inductor", "_functorch"))
 INSTALLED = (str(Path(torch.__file__).parents[1]), str(Path(os.__file__).parent))
@@ -201,7 +201,6 @@ class Heartbeat:
         with contextlib.suppress(OSError, MegabatchError):
             file.parent.mkdir(exist_ok=True)
             check_own_path(file.parent)
-            # The file is of an earlier start.
             file.unlink(missing_ok=True)
             with file.open("x") as opened:
                 faulthandler.dump_traceback(opened, all_threads=True)
@@ -228,12 +227,12 @@ class Heartbeat:
 
     def _write(self, store: Store, number: int, doing: str) -> None:
         beat = Beat(self._rendezvous.rank, number, doing, socket.gethostname(), os.getpid())
-        store.set(_key_of(beat.rank), json.dumps(beat))
+        store.set(KEY.format(beat.rank), json.dumps(beat))
 
     def _read(self, store: Store, rank: int) -> Beat:
-        if not store.check([_key_of(rank)]):
+        if not store.check([KEY.format(rank)]):
             return Beat(rank, 0, BEGINNING, "an unknown host", 0)
-        return Beat(*json.loads(store.get(_key_of(rank))))
+        return Beat(*json.loads(store.get(KEY.format(rank))))
 
     def _name(self, beat: Beat) -> str:
         return f"rank {beat.rank} of {self._rendezvous.size} (process {beat.process} on {beat.host})"
@@ -247,10 +246,6 @@ class Heartbeat:
         if is_first:
             print_line(f"megabatch: {line}", sys.stderr)
         leave_now(CRASHED)
-
-
-def _key_of(rank: int) -> str:
-    return f"heartbeat of rank {rank}"
 
 
 def frames_of_main() -> Iterator[str]:

@@ -25,8 +25,8 @@ from megabatch.train.runtime.console import print_line
 ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STORE_ERRORS = (RuntimeError, ValueError)
 NUMBER, JOB, ARRIVED, READY = "megabatch: attempts", "megabatch: job", "arrived", "ready"
+REQUEST, ANSWER, ARRIVAL = "megabatch: rank {}", "megabatch: process {}", "arrived {}"
 UNNAMED = "none"
-# torch's default timeout of a process group.
 SECONDS_TO_ARRIVE = 1800.0
 SECONDS_TO_TELL = 60.0
 SECONDS_BETWEEN_POLLS, MOST_SECONDS_BETWEEN_POLLS = 0.02, 0.5
@@ -199,33 +199,22 @@ def _admit_ranks(store: Store, size: int, wait: Wait) -> tuple[Store, str]:
     attempt, answered = PrefixStore(f"attempt {number}", store), dict.fromkeys(range(1, size), "")
     while attempt.add(ARRIVED, 0) < size - 1:
         for rank in answered:
-            if store.check([_request(rank)]) and (name := store.get(_request(rank)).decode()) != answered[rank]:
-                store.set(_answer(name), json.dumps([number, key]))
+            request = REQUEST.format(rank)
+            if store.check([request]) and (name := store.get(request).decode()) != answered[rank]:
+                store.set(ANSWER.format(name), json.dumps([number, key]))
                 answered[rank] = name
-        wait.sleep(lambda: [rank for rank in answered if not attempt.check([_arrival(rank)])])
+        wait.sleep(lambda: [rank for rank in answered if not attempt.check([ARRIVAL.format(rank)])])
     return attempt, key
 
 
 def _ask_admission(store: Store, rank: int, wait: Wait) -> tuple[Store, str]:
     """Ask under a fresh name: rank 0 may still read the request of an earlier process of this rank."""
     name = uuid4().hex
-    store.set(_request(rank), name)
-    while not store.check([_answer(name)]):
+    store.set(REQUEST.format(rank), name)
+    while not store.check([ANSWER.format(name)]):
         wait.sleep(lambda: [0])
-    number, key = json.loads(store.get(_answer(name)))
+    number, key = json.loads(store.get(ANSWER.format(name)))
     attempt = PrefixStore(f"attempt {number}", store)
-    attempt.set(_arrival(rank), "")
+    attempt.set(ARRIVAL.format(rank), "")
     attempt.add(ARRIVED, 1)
     return attempt, key
-
-
-def _request(rank: int) -> str:
-    return f"megabatch: rank {rank}"
-
-
-def _arrival(rank: int) -> str:
-    return f"{ARRIVED} {rank}"
-
-
-def _answer(name: str) -> str:
-    return f"megabatch: process {name}"
