@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megabatch import Update, losses, verify
 from megabatch.train.cli.arguments import COMMANDS, WITH_RECIPE, read_arguments
-from megabatch.train.cli.recipe_command import device_path, measures
+from megabatch.train.cli.recipe_command import device_path
 from megabatch.train.config import Config
 from megabatch.train.config.keys import known_keys, sections
 from megabatch.train.config.recipe import load_config
@@ -183,8 +183,8 @@ def test_a_command_is_understood(command: list[str], monkeypatch: pytest.MonkeyP
     verb, *rest = command
     if verb not in WITH_RECIPE:
         assert read_arguments(COMMANDS[verb], rest)
-    elif measures(verb, rest):
-        assert device_path(rest) == Path("here.toml")
+    elif (path := device_path(verb, rest)) is not None:
+        assert path == Path("here.toml")
     elif rest[0].endswith(".toml"):
         overrides = [word for word in rest[1:] if word not in ("--data.path=...", "--device=here.toml")]
         recipe = Path("recipes/stdlib.toml" if rest[0] == "recipe.toml" else rest[0])  # the one that init has written

@@ -175,16 +175,9 @@ def evaluate(
 
 
 def evaluate_set(
-    model: nn.Module,
-    terms_fn: LossFunction,
-    samples: Sequence[Any],
-    update: UpdateConfig,
-    ranks: Ranks,
-    console: Console,
-    *,
-    name: str = "held-out",
-    chosen_tokens: int | None = None,
-) -> Row:
+    model: nn.Module, terms_fn: LossFunction, samples: Sequence[Any], update: UpdateConfig, ranks: Ranks,
+    console: Console, *, name: str = "held-out", chosen_tokens: int | None = None,
+) -> Row:  # fmt: skip
     """Return the loss and the metrics of a set, each a sum over all of its samples and ranks by a sum. Collective.
 
     Returns {"set", "eval_loss", "eval_<term>", ...}: of several terms with a gradient, eval_loss is the sum, as in
@@ -224,13 +217,7 @@ def evaluating(model: nn.Module, seed: str, device: torch.device, *, eager: bool
 
 
 def sum_terms(
-    model: nn.Module,
-    terms: Terms,
-    samples: Sequence[Any],
-    share: Plan,
-    ranks: Ranks,
-    console: Console,
-    name: str,
+    model: nn.Module, terms: Terms, samples: Sequence[Any], share: Plan, ranks: Ranks, console: Console, name: str
 ) -> tuple[Sums, set[str]]:
     """Return each term's sums over a set, and the names of the loss's terms; ``share``: this rank's part. Collective.
 

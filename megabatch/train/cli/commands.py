@@ -27,7 +27,7 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.front import answer
-from megabatch.train.cli.recipe_command import device_path, measures, read_config
+from megabatch.train.cli.recipe_command import device_path, read_config
 from megabatch.train.config import Config
 from megabatch.train.config.keys import nearest
 from megabatch.train.config.recipe import split_options
@@ -92,10 +92,10 @@ def run_command(arguments: Sequence[str], rendezvous: Rendezvous) -> None:
 
 def run_recipe(name: str, arguments: Sequence[str], rendezvous: Rendezvous) -> None:
     """Read the recipe, and train with it, plan it or verify it."""
-    if measures(name, arguments):
+    if (path := device_path(name, arguments)) is not None:
         from megabatch.train.cli.measure import measure
 
-        measure(rendezvous, device_path(arguments))
+        measure(rendezvous, path)
         return
     if name == "plan" and rendezvous.size > 1:
         raise MegabatchError(

@@ -93,12 +93,12 @@ def answer(arguments: Sequence[str]) -> bool:
 
 def check_command(name: str, arguments: Sequence[str]) -> int | None:
     """Check the recipe of a command; run a sweep of `train` and return its status. None: there is more to do."""
-    from megabatch.train.cli.recipe_command import measures, read_config
+    from megabatch.train.cli.recipe_command import device_path, read_config
     from megabatch.train.config.recipe import split_options
 
     sweeps, words = split_options(arguments, ("sweep",)) if name == "train" else ([], [])
     if not sweeps:
-        if not measures(name, arguments):
+        if device_path(name, arguments) is None:
             read_config(name, arguments)
         return None
     from megabatch.train.cli.sweep import run_sweep

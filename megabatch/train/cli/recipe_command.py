@@ -61,17 +61,11 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     return config
 
 
-def measures(name: str, arguments: Sequence[str]) -> bool:
-    """Return True for `plan --measure FILE`, which takes no recipe. Raises `MegabatchError` for anything beside it."""
+def device_path(name: str, arguments: Sequence[str]) -> Path | None:
+    """Return the file of `plan --measure FILE`. Raises `MegabatchError` for anything beside it."""
     if name != "plan" or not any(word.partition("=")[0] == "--measure" for word in arguments):
-        return False
+        return None
     pairs, words = split_options(arguments, *options_of(COMMANDS[name]))
     if words := [*words, *(f"--{option}" for option, _ in pairs if option != "measure")]:
         raise MegabatchError(f"--measure measures this machine, and {words[0]!r} is given too; leave it out")
-    return True
-
-
-def device_path(arguments: Sequence[str]) -> Path:
-    """Return the file that `plan --measure FILE` writes."""
-    pairs, _ = split_options(arguments, ("measure",))
     return Path(pairs[-1][1])

@@ -26,7 +26,8 @@ NUM_SHOWN = 12
 
 def verify_recipe(config: Config, ranks: Ranks) -> Verification:
     """Verify the gradient of a recipe (see `plain_config`) on samples of its first update, and print the result."""
-    check_versions(ranks.gather(list_versions()))
+    versions = {name: installed_version(name) for name in ("torch", "transformers", "megabatch")}
+    check_versions(ranks.gather({"python": platform.python_version(), **versions}))
     console = Console(enabled=ranks.rank == 0, loss_digits=4)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config, tokenizer, ranks, console, positions_for_stream(config))
@@ -53,7 +54,14 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
     torch.manual_seed(config.run.seed)
     loss_fn = train_with_router(load_function(config.loss.function, "loss.function"), config, parallel_model, updates)
     verification = verify(parallel_model.model, loss_fn, batch)
-    console.say(words_of_verification(verification))
+    errors = sorted(verification.errors.items(), key=lambda item: -item[1])
+    if errors:
+        console.say("relative error of each parameter's gradient:")
+    for name, error in errors[:NUM_SHOWN]:
+        console.say(f"  {error:.1e}  {name}")
+    if len(errors) > NUM_SHOWN:
+        console.say(f"  ... and {len(errors) - NUM_SHOWN} parameters with less")
+    console.say(str(verification))
     return verification
 
 
@@ -80,12 +88,6 @@ def plain_config(config: Config, num_ranks: int) -> Config:
     return config.model_copy(update={"model": model, "parallel": parallel})
 
 
-def list_versions() -> dict[str, str | None]:
-    """Return the versions on which the last digits of a gradient depend."""
-    names = ("torch", "transformers", "megabatch")
-    return {"python": platform.python_version(), **{name: installed_version(name) for name in names}}
-
-
 def check_versions(versions: Sequence[Mapping[str, str | None]]) -> None:
     for rank, rank_versions in enumerate(versions):
         for name, version in rank_versions.items():
@@ -93,14 +95,3 @@ def check_versions(versions: Sequence[Mapping[str, str | None]]) -> None:
                 raise MegabatchError(
                     f"rank {rank} has {name} {version}, and rank 0 has {versions[0][name]}; install the same on all"
                 )
-
-
-def words_of_verification(verification: Verification) -> str:
-    """Return the errors, the largest first, then verdict and causes."""
-    errors = sorted(verification.errors.items(), key=lambda item: -item[1])
-    lines = [f"  {error:.1e}  {name}" for name, error in errors[:NUM_SHOWN]]
-    if len(errors) > NUM_SHOWN:
-        lines.append(f"  ... and {len(errors) - NUM_SHOWN} parameters with less")
-    return "\n".join(
-        ["relative error of each parameter's gradient:", *lines, str(verification)] if lines else [str(verification)]
-    )

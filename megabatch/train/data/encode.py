@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -165,20 +165,6 @@ def default_of(name: str) -> str:
     return name.removesuffix("_field")
 
 
-class RowKind(Protocol):
-    """One kind of rows, and its way to tokens."""
-
-    fields: Mapping[str, str | list[str]]  # by the recipe's key for them; of a list, a row must have the first
-
-    def read(self, row: Row) -> Any:
-        """Return what is encoded of a row; raises `BrokenRowError`."""
-        ...
-
-    def encode(self, contents: Sequence[Any]) -> list[Encoded | BrokenRowError]:
-        """Return token ids and labels of what `read` gave."""
-        ...
-
-
 class TextRows:
     """A prompt, which is not learned, if there is one; a text, which is learned, and its end."""
 
@@ -281,6 +267,9 @@ class ChatRows:
     def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
         render = self._tokenizer.apply_chat_template
         return cast(str, render(messages, tokenize=False, add_generation_prompt=prompt, chat_template=self._template))
+
+
+RowKind = TextRows | ChatRows
 
 
 def message_of(message: Any, name: str) -> Message:

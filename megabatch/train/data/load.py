@@ -50,13 +50,9 @@ class Data:
 
 
 def load_data(
-    config: Config,
-    tokenizer: Any,
-    ranks: Ranks,
-    console: Console,
-    positions: int | None = None,
+    config: Config, tokenizer: Any, ranks: Ranks, console: Console, positions: int | None = None,
     vocabulary: int | None = None,
-) -> Data:
+) -> Data:  # fmt: skip
     """Return the samples of a recipe, checked. Collective; raises `MegabatchError` on every rank alike.
 
     Args:

@@ -1,6 +1,7 @@
 """Stdlib: the functions of Python's standard library, a data set that every machine has."""
 
 import ast
+import re
 import sysconfig
 import textwrap
 from collections.abc import Iterator
@@ -61,8 +62,7 @@ def functions_of(source: str, name: str) -> Iterator[Function]:
 
 def lines_of(text: str) -> list[str]:
     """Return the lines as ast counts them, ends kept; splitlines() also splits at form feeds and U+2028."""
-    *full_lines, last_line = text.split("\n")
-    return [line + "\n" for line in full_lines] + [last_line] * bool(last_line)
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

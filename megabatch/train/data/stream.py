@@ -79,13 +79,13 @@ class StreamUpdate:
         cost: CostModel | None = None, speeds: Sequence[float] | None = None,
     ) -> list[Named]:  # fmt: skip
         lengths = [len(sample["input_ids"]) for _, sample in self.samples]
-        limits = dict(limits)
+        group_limits: dict[str, Any] = dict(limits)
         # A stream may come to a sample that is longer than those measured.
         if "max_microbatch_tokens" in limits:
-            limits["max_microbatch_tokens"] = max(limits["max_microbatch_tokens"], *lengths)
+            group_limits["max_microbatch_tokens"] = max(limits["max_microbatch_tokens"], *lengths)
         sampler = UpdateSampler(
             lengths, global_batch_size=len(lengths), dp_rank=rank, dp_degree=num_ranks, same_bits=same_bits, cost=cost,
-            speeds=speeds if limits else None, **limits,
+            speeds=speeds if limits else None, **group_limits,
         )  # fmt: skip
         return [self.samples[index] for index in sampler.share(range(len(lengths)))]
 

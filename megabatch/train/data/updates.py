@@ -60,6 +60,9 @@ class Dealing:
     speeds: tuple[float, ...] | None = None  # of the data ranks, relative to the fastest
 
 
+UNMEASURED = Dealing()
+
+
 def balancing_cost(even_tokens: int, launch_tokens: int = 0) -> CostModel:
     """Return costs in units of a token without attention. Powers of two make their sums exact."""
     return CostModel(launch_tokens, seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)
@@ -90,7 +93,7 @@ class Updates:
         self._next: Delivery | Exception | None = None
         # This rank's samples of the update that was handed out last: numbers in the data, or a stream's names.
         self.ids: Sequence[int | str] = ()
-        self.dealing = Dealing()
+        self.dealing = UNMEASURED
         self._is_under_way = False
         self.change: Callable[[Any], Any] | None = None
         self.add_key: Callable[[Any, int, int | str], Any] | None = None
@@ -307,7 +310,7 @@ class Streamed(IterableDataset[Delivery]):
     def __init__(self, stream: Stream, ranks: Ranks, num_updates: int | None) -> None:
         self._stream, self._ranks, self._num_updates = stream, ranks, num_updates
         self._state = self.start()
-        self._dealing = Dealing()
+        self._dealing = UNMEASURED
         self._latest: StreamUpdate | None = None
 
     def deal_by(self, dealing: Dealing, ahead: Ahead | None) -> Ahead | None:
@@ -365,7 +368,7 @@ def seen_of(state: State) -> Consumed:
     return Consumed(*state.get("seen", (state["updates"],)))
 
 
-def limits_of(config: Config, dealing: Dealing | None = None) -> dict[str, Any]:
+def limits_of(config: Config, dealing: Dealing = UNMEASURED) -> dict[str, Any]:
     """Return the limit of a microbatch by which updates are grouped before they are dealt. Empty: samples are dealt.
 
     Samples that lie in one row have no padding. A pipeline pads the same lengths on all data ranks to one shape, so
@@ -379,7 +382,7 @@ def limits_of(config: Config, dealing: Dealing | None = None) -> dict[str, Any]:
         return {"micro_batch_size": update.micro_batch_size}
     tokens = update.max_microbatch_tokens
     if not isinstance(tokens, int):
-        tokens = None if dealing is None else dealing.max_microbatch_tokens
+        tokens = dealing.max_microbatch_tokens
     return {} if tokens is None else {"max_microbatch_tokens": tokens}
 
 

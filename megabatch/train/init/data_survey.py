@@ -91,7 +91,7 @@ def survey(
         advance: Called with a number of rows that were read.
         stated: Fields that the user names, by the recipe's keys for them.
     """
-    files = find_files(SourceConfig(path=path), "data")
+    stated, files = stated or {}, find_files(SourceConfig(path=path), "data")
     rows = rows_of(SourceConfig.model_validate(source_keys(path, files)), "data")
     result: Survey | None = None
     num_broken, first_broken = 0, ""
@@ -104,7 +104,7 @@ def survey(
             read = fields_in(keys)
             unread = [name for name in good[0].fields if name not in read]
             result = Survey({**source_keys(path, files), **keys}, guesses, unread, measure_of(keys))
-            if task or "label_field" in (stated or {}):
+            if task or "label_field" in stated:
                 result.max_labels = sys.maxsize
         for row in chunk:
             problem = str(row) if isinstance(row, BrokenRowError) else cast(Survey, result).add(row)
@@ -230,12 +230,9 @@ def field_keys(rows: list[Row], task: str | None, guesses: list[str]) -> dict[st
 
 def guess_text(rows: list[Row], names: list[str]) -> str | None:
     """Return the field whose texts are the longest by far; None where there is none."""
-    sums = {name: sum(len(str(row.fields.get(name, ""))) for row in rows) for name in names}
-    longest = max(sums, key=lambda name: sums[name], default="")
-    sizes = [size for name, size in sums.items() if name != longest]
-    if not longest or sums[longest] < MIN_TEXT * len(rows) or sums[longest] < 2 * max(sizes, default=0):
-        return None
-    return longest
+    sizes = Counter({name: sum(len(str(row.fields.get(name, ""))) for row in rows) for name in names})
+    (longest, size), (_, second_size) = [*sizes.most_common(2), ("", 0), ("", 0)][:2]
+    return longest if size >= max(MIN_TEXT * len(rows), 2 * second_size) else None
 
 
 def guess_label(rows: list[Row], text: str | None) -> str | None:
@@ -243,7 +240,7 @@ def guess_label(rows: list[Row], text: str | None) -> str | None:
     names = [name for name, value in rows[0].fields.items() if isinstance(value, str | int) and name != text]
     counts = {name: len({str(row.fields.get(name, "")) for row in rows}) for name in names}
     few = {name: count for name, count in counts.items() if 2 <= count <= min(MAX_LABELS, len(rows) // 5)}
-    return min(few, key=lambda name: few[name], default=None)
+    return min(few, key=few.__getitem__, default=None)
 
 
 def measure_of(keys: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], int]:

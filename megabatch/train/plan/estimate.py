@@ -143,6 +143,11 @@ class ModelSizes:
         return [dense, apart]
 
     @property
+    def gathered_parts(self) -> "list[ModelSizes]":
+        """The parts that FSDP2 gathers from several ranks."""
+        return [part for part in self.parts if part.num_shards > 1] if self.is_sharded else []
+
+    @property
     def num_gathered(self) -> int:
         """Most layers gathered at once: three, or fewer if the lower ones have no backward."""
         return 3 if self.num_kept == self.num_layers else min(3, self.num_kept + 1)
@@ -327,12 +332,12 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
     flops = per_token * tokens * choice.num_microbatches * choice.fill
     ranks = list(range(0, sizes.num_shards * sizes.num_copies * sizes.num_cut, sizes.num_cut))
     traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
-    for part in sizes.parts if sizes.is_sharded else []:
+    for part in sizes.gathered_parts:
         traffic_seconds += _num_collectives(choice, part) * device.latency_seconds(ranks[: part.num_shards], 1)
     # Fewer bytes come back as gradients than shards go to the device.
     offloaded_bytes = _num_gathered(choice, sizes) * sizes.parameter_bytes / sizes.num_shards if sizes.offloads else 0
-    num_gathered = sum(_num_gathered(choice, part) for part in sizes.parts if part.num_shards > 1)
-    copied_bytes = COPIES * num_gathered * sizes.compute_bytes if sizes.is_sharded else 0
+    num_gathered = sum(_num_gathered(choice, part) for part in sizes.gathered_parts)
+    copied_bytes = COPIES * num_gathered * sizes.compute_bytes
     compute_seconds = flops / device.flops_per_second(sizes.dtype) + copied_bytes / device.memory_bytes_per_second
     of_layers = [traffic(choice, sizes, tokens, device) for traffic in (_layer_traffic, _key_traffic, _expert_traffic)]
     awaited_bytes, awaited_seconds = (sum(column) for column in zip(*of_layers, strict=True))
@@ -437,9 +442,8 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     held = num_whole * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
     keeps_sums = choice.sync == "replica_last" or (choice.sync == GATHER_ONCE and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
-    parts = [part for part in sizes.parts if part.num_shards > 1] if sizes.is_sharded else []
-    gathered = sum(_most_gathered(choice, part) for part in parts) * b_c
-    reducing = sum(part.num_trained_root * b_c + part.num_trained_unit * b_r for part in parts)
+    gathered = sum(_most_gathered(choice, part) for part in sizes.gathered_parts) * b_c
+    reducing = sum(part.num_trained_root * b_c + part.num_trained_unit * b_r for part in sizes.gathered_parts)
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
     # A few parameters at a time: weights and gradients in float32, and foreach's temporaries.
     if sizes.num_widened:

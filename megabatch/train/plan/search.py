@@ -203,6 +203,10 @@ class _Candidate:
     choice: Choice
     estimate: Estimate
 
+    def is_alike(self, candidate: "_Candidate") -> bool:
+        """Return True for a choice of the same layout, with the same recomputation."""
+        return self.choice.recompute == candidate.choice.recompute and self.simulator is candidate.simulator
+
     def size(self) -> tuple[Any, ...]:
         """Return a sort key, the smallest first."""
         choice, parallel = self.choice, self.simulator.config.parallel
@@ -264,9 +268,8 @@ class _Search:
     def _may_win(self, candidate: _Candidate, best: _Candidate) -> bool:
         """Return True if a candidate may be faster than the best, or send less at the same speed, and may fit."""
         near = self._nearest(candidate)
-        is_alike = near.choice.recompute == candidate.choice.recompute and near.simulator is candidate.simulator
-        is_alike = is_alike and candidate.choice.needs_as_much_as(near.choice)
-        if is_alike and NEEDED * self._margined_bytes(candidate, near) > self._limit_bytes:
+        is_larger = candidate.is_alike(near) and candidate.choice.needs_as_much_as(near.choice)
+        if is_larger and NEEDED * self._margined_bytes(candidate, near) > self._limit_bytes:
             return False
         simulator = candidate.simulator
         differs_in_sync = simulator is best.simulator and candidate.choice.differs_in_sync(best.choice)
@@ -298,8 +301,7 @@ class _Search:
         return min(self.rows, key=distance)
 
     def _least_seconds(self, candidate: _Candidate, near: _Candidate) -> float:
-        is_alike = near.choice.recompute == candidate.choice.recompute and near.simulator is candidate.simulator
-        return self._seconds(candidate, near) * (NEAR if is_alike else FAR)
+        return self._seconds(candidate, near) * (NEAR if candidate.is_alike(near) else FAR)
 
     def _seconds(self, candidate: _Candidate, near: _Candidate) -> float:
         """Return the estimated seconds, calibrated by a simulation."""

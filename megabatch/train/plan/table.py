@@ -26,7 +26,7 @@ from megabatch.train.plan.layouts import build_layouts, layout_text
 from megabatch.train.plan.request import UNITS, PlanRequest
 from megabatch.train.plan.search import MAX_SIMULATIONS, NO, SIMULATION, TIGHT, YES, PlanRow, search_choices, sort_rows
 from megabatch.train.plan.simulation import Simulator, build_simulator
-from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.console import Console, count
 
 DAY = 24 * 3600.0
 Keys = dict[str, dict[str, Any]]
@@ -262,14 +262,13 @@ def _balance_lines(best: PlanRow, simulator: Simulator) -> list[str]:
 
 def _name(row: PlanRow, request: PlanRequest) -> str:
     layout = f"{layout_text(row.parallel)}: " if request.layouts else ""
-    choice, n = row.choice, row.choice.num_microbatches
-    microbatches = "1 microbatch" if n == 1 else f"{n} microbatches"
+    choice = row.choice
     extent = ", not all of them" * (choice.recompute == "selective")
     recompute = f"activations recomputed{extent}" if choice.recompute else "activations kept"
     gathered = "" if choice.reshard else ", weights kept gathered"
     memory = f"{recompute}{gathered}, {'fused' if choice.fused else 'foreach'} optimizer"
     size = choice.micro_batch_size if choice.limit_tokens is None else f"{choice.limit_tokens:,} tokens"
-    return f"{layout}{microbatches} of {size}, sync {choice.sync}, {memory}"
+    return f"{layout}{count(choice.num_microbatches, 'microbatch')} of {size}, sync {choice.sync}, {memory}"
 
 
 def _why_not(row: PlanRow, best: PlanRow) -> str:

@@ -16,7 +16,7 @@ Column = list[float | int | None]
 
 def short(value: Any) -> float | int | None:
     """Return the number in six digits; None for anything else, and where it is not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 

@@ -204,12 +204,16 @@ def _cells(summary: RunSummary, keys: Sequence[str]) -> list[str]:
         summary.name,
         summary.state,
         *values,
-        "" if summary.best_loss is None else f"{summary.best_loss:.4f}",
-        "" if summary.best_step is None else str(summary.best_step),
+        _number_text(summary.best_loss, ".4f"),
+        _number_text(summary.best_step, "d"),
         "" if speed is None else f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}",
         "" if summary.seconds is None else duration_text(summary.seconds),
         "" if summary.started is None else f"{datetime.fromisoformat(summary.started).astimezone():%Y-%m-%d %H:%M}",
     ]
+
+
+def _number_text(number: float | None, digits: str) -> str:
+    return "" if number is None else format(number, digits)
 
 
 def _value_text(value: Any) -> str:

@@ -278,7 +278,7 @@ def update_words(row: Mapping[str, Any], loss_digits: int) -> str:
 def evaluation_words(row: Mapping[str, Any], loss_digits: int) -> str:
     """Return the loss of a set and whatever else was measured."""
     numbers = {key.removeprefix("eval_"): row[key] for key in row if key.startswith("eval_")}
-    if "loss" in numbers and numbers["loss"] is None:
+    if numbers.get("loss", 0.0) is None:
         return "has nothing to predict: no loss"
     digits = {"loss": f".{loss_digits}f", "perplexity": ".4g", "accuracy": ".1%"}
     words = [

@@ -273,9 +273,8 @@ def is_compiling() -> bool:
 def is_alive(process: int) -> bool:
     """Return True while a process of this host exists, a zombie included."""
     try:
-        os.kill(process, 0)
+        with contextlib.suppress(PermissionError):
+            os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True

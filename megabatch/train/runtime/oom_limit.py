@@ -9,6 +9,7 @@ from pathlib import Path
 from megabatch import Plan
 from megabatch.errors import MegabatchError, MicrobatchLimit
 from megabatch.train.config import RunConfig, UpdateConfig
+from megabatch.train.runtime.console import count
 from megabatch.train.runtime.files import read_file, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
@@ -49,8 +50,7 @@ def report_split(run: RunConfig, plan: Plan, limit: MicrobatchLimit | None, rank
         _save(Path(run.folder), limit)
     reports = ranks.gather((plan.num_split, limit))
     num_split = sum(number for number, _ in reports)
-    plural = "" if num_split == 1 else "es"
-    text = f"{num_split} microbatch{plural} did not fit in memory and ran in parts, to the same gradient"
+    text = f"{count(num_split, 'microbatch')} did not fit in memory and ran in parts, to the same gradient"
     # The limit of a rank that split a dummy microbatch is None.
     limits = [bound for number, bound in reports if number and bound is not None]
     if not limits:
