@@ -12,12 +12,19 @@ from megabatch.torch_private.operations import pytree
 
 def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
     """Yield every leaf in the graph of the totals that carries a gradient."""
-    yield from (leaf for node in _graph(totals) if (leaf := _leaf(node)) is not None)
+    yield from (leaf for node in graph_nodes(totals) if (leaf := _leaf(node)) is not None)
 
 
-def graph_nodes(totals: Sequence[Tensor]) -> list[Any]:
-    """Return every node that the totals depend on."""
-    return list(_graph(totals))
+def graph_nodes(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:
+    """Return every node that the totals depend on, mapped to the nodes of its inputs."""
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
+    graph: dict[Any, list[Any]] = {}
+    while pending:
+        node = pending.pop()
+        if node not in graph:
+            graph[node] = _inputs(node)
+            pending += graph[node]
+    return graph
 
 
 def find_functions(totals: Sequence[Tensor]) -> list[Any]:
@@ -69,7 +76,7 @@ def is_linear(node: Any) -> bool | None:
 
 def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
     """Return the names of Python autograd functions that a backward for ``wanted`` alone does not run."""
-    graph, ids = _graph(totals), set(map(id, wanted))
+    graph, ids = graph_nodes(totals), set(map(id, wanted))
     # Autograd's graph points from outputs to inputs; this is the other direction.
     users: dict[Any, list[Any]] = {}
     for node, inputs in graph.items():
@@ -83,18 +90,6 @@ def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) ->
         pending.extend(new)
     beside: set[Any] = graph.keys() - reached
     return sorted(type(node).__name__ for node in beside if isinstance(node, torch.autograd.function.BackwardCFunction))
-
-
-def _graph(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:
-    """Return every node that the totals depend on, mapped to the nodes of its inputs."""
-    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
-    graph: dict[Any, list[Any]] = {}
-    while pending:
-        node = pending.pop()
-        if node not in graph:
-            graph[node] = _inputs(node)
-            pending += graph[node]
-    return graph
 
 
 def _inputs(node: Any) -> list[Any]:

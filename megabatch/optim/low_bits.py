@@ -19,7 +19,6 @@ from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.optimizers import step_hooks, unhooked
 
-# A parameter group of an optimizer, and the key of low bits in a parameter's state.
 Group = dict[str, Any]
 LOW = "low_bits"
 # Half of a step of the high bits.

@@ -50,7 +50,6 @@ from megabatch.verification.audit_report import MAX_RESIDUAL, MEGABATCH, TINY, A
 
 # Where logits were seen; those that are nearest to the loss are right.
 FROM_LOSS, FROM_OUTPUT, FROM_HEAD = range(3)
-# Forwards without a backward that are remembered.
 MAX_FORWARDS = 64
 # Beginnings of modules on the stack of an optimizer's step, and the library whose loop it is.
 LIBRARIES = {
@@ -60,7 +59,6 @@ LIBRARIES = {
 }  # fmt: skip
 TRAINERS = {"transformers.trainer.Trainer", "lightning.pytorch.core.module.LightningModule",
             "pytorch_lightning.core.module.LightningModule"}  # fmt: skip
-# Folders whose files are not the script's own.
 INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 
 
@@ -143,9 +141,11 @@ class _Forward:
 class _Part(NamedTuple):
     """The target tokens of one tensor of logits."""
 
-    measured: TokenWeights
+    weights: Tensor
     samples: Tensor
     sequences: Tensor
+    residual: float
+    smoothing: float
 
 
 class _Microbatch:
@@ -160,13 +160,12 @@ class _Microbatch:
     def record(self) -> MicrobatchRecord:
         """Return the record: the logits that a cross-entropy was taken of, or else all."""
         record = MicrobatchRecord(sketch=None if self.sketch is None else self.sketch.cpu())
-        parts = [part for part in self.parts if part.measured.residual <= MAX_RESIDUAL] or self.parts
+        parts = [part for part in self.parts if part.residual <= MAX_RESIDUAL] or self.parts
         if parts:
-            record.weights = torch.cat([part.measured.weights for part in parts])
-            record.samples = join_rows([part.samples for part in parts])
-            record.sequences = join_rows([part.sequences for part in parts])
-            record.residual = max(part.measured.residual for part in parts)
-            record.smoothing = parts[0].measured.smoothing
+            weights, samples, sequences, residuals, smoothings = zip(*parts, strict=True)
+            record.weights = torch.cat(weights)
+            record.samples, record.sequences = join_rows(samples), join_rows(sequences)
+            record.residual, record.smoothing = max(residuals), smoothings[0]
         for forward in self.forwards:
             record.row_hashes += forward.row_hashes
             record.row_tokens += forward.row_tokens
@@ -364,7 +363,6 @@ class _Recorder:
         def finalize(*args: Any, max_norm: float | None = None, **kwargs: Any) -> Any:
             self._update.is_finalized = True
             update = original(*args, max_norm=max_norm, **kwargs)
-            # An update without weight has no norm.
             if max_norm is not None and update.grad_norm is not None:
                 self._update.clip_factor = torch.clamp(max_norm / (update.grad_norm + CLIP_EPSILON), max=1.0)
             return update
@@ -442,7 +440,8 @@ class _Recorder:
         # Where a parameter was seen already, the backward runs a second time.
         if forward.microbatch is None or forward.microbatch.seen:
             self._join_microbatch(forward)
-        cast(_Microbatch, forward.microbatch).parts.append(_Part(measured, samples, sequences))
+        part = _Part(measured.weights, samples, sequences, measured.residual, measured.smoothing)
+        cast(_Microbatch, forward.microbatch).parts.append(part)
 
     def _join_microbatch(self, forward: _Forward) -> None:
         """Count a forward to the microbatch whose backward has reached no parameter yet."""
@@ -459,7 +458,7 @@ class _Recorder:
             self.note("how often a microbatch is counted: FSDP1's parameters are flat")
             return
         sharded: set[int] = set()
-        for group in param_groups([submodule for submodule in module.modules() if is_fsdp2(submodule)]):
+        for group in param_groups(filter(is_fsdp2, module.modules())):
             for wrapped in group.fsdp_params:
                 unsharded = unsharded_parameter(wrapped)
                 sharded |= {id(wrapped.sharded_param), id(unsharded)}
@@ -547,18 +546,12 @@ class _Recorder:
         gradient = self._find_gradient(optimizer)
         rank, world = _place()
         record = UpdateRecord(
-            self._number,
-            rank,
-            world,
-            [microbatch.record() for microbatch in update.microbatches],
+            self._number, rank, world, [microbatch.record() for microbatch in update.microbatches],
             gradient=None if gradient is None else gradient.cpu(),
-            is_sharded=any(map(is_dtensor, self._sketcher.parameters)),
-            num_clips=update.num_clips,
-            collectives=self._stop_profiler(),
-            loop=_find_loop(),
-            is_compiled=self._is_compiled,
+            is_sharded=any(map(is_dtensor, self._sketcher.parameters)), num_clips=update.num_clips,
+            collectives=self._stop_profiler(), loop=_find_loop(), is_compiled=self._is_compiled,
             notes=list(self._notes),
-        )
+        )  # fmt: skip
         if update.is_finalized:
             record.loop.library = MEGABATCH
         weights = self._sketch(lambda parameter: parameter)
@@ -618,7 +611,6 @@ class _Recorder:
         if _place()[1] == 1:
             return
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
-        # The run may have a profiler of its own.
         with contextlib.suppress(RuntimeError):
             profiler.start()
             self._profiler = profiler
@@ -685,8 +677,7 @@ def _find_logits(output: Any) -> list[Any]:
     tensors = [element for element in cast(Iterable[Any], output) if isinstance(element, Tensor)]
     matrices = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.requires_grad]
     sizes = {(matrix.ndim, matrix.shape[0], matrix.shape[-1]) for matrix in matrices}
-    are_chunks = isinstance(output, list) and len(matrices) == len(tensors) and len(sizes) == 1
-    return matrices if are_chunks else matrices[:1]
+    return matrices if isinstance(output, list) and len(sizes) == 1 else matrices[:1]
 
 
 def _find_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

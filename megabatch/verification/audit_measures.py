@@ -15,27 +15,18 @@ from torch import Tensor
 from megabatch.torch_private.classes import is_dtensor, local_tensor
 from megabatch.torch_private.dtensors import first_of_shard, num_replicas
 
-# Of a sketch; lengths and angles are kept to 1 %.
-NUM_BINS = 1 << 14
-# A prime above NUM_BINS, so that numbers in one bin have signs of their own.
-NUM_SIGNS = 1_048_583
-# Of logits that are read at once.
+# Bins of a sketch keep lengths and angles to 1 %. The signs are a larger prime, so that those of one bin differ.
+NUM_BINS, NUM_SIGNS = 1 << 14, 1_048_583
+# Numbers of logits that are read at once.
 CHUNK_NUMBERS = 1 << 22
 # Below this probability of all other classes, the target's own entry is rounded away.
 CONFIDENT = 0.01
-# A residual below which no label smoothing is searched.
-ROUNDING = 1e-5
-MAX_SMOOTHING = 0.9
+# Label smoothing is searched where the residual is larger.
+ROUNDING, MAX_SMOOTHING = 1e-5, 0.9
 
 
 class TokenWeights(NamedTuple):
-    """Weights of the target tokens whose losses reached some logits.
-
-    Attributes:
-        weights: float64 [targets], on the CPU.
-        positions: int64 [targets], rows of the flattened logits.
-        residual: Relative length of the gradient that is no cross-entropy's.
-    """
+    """Weights [targets] of the rows of flattened logits that losses reached, and the relative length of the rest."""
 
     weights: Tensor
     positions: Tensor

@@ -1,9 +1,9 @@
 """The page of an audit: a verdict, a picture of the weights, one change, and the details folded. It loads nothing."""
 
 import bisect
-import html
 import itertools
 from collections.abc import Iterator, Sequence
+from html import escape
 
 import torch
 
@@ -11,7 +11,6 @@ from megabatch.verification.audit_advice import advise
 from megabatch.verification.audit_report import SAME, TOKEN, Audit, UpdateFindings
 from megabatch.verification.audit_text import UNKNOWN, percent, span, verdict_of, weights_text
 
-# Bars of the picture, and those that have numbers above.
 MAX_BARS, MAX_NUMBERED = 160, 16
 # A picture of more shares has no room for the number 0 beside 1.00.
 ROOM = 12
@@ -71,7 +70,6 @@ th { font-weight: 600; color: var(--muted); } td:first-child, th:first-child { t
   .bars { gap: 10px; }
 }
 """
-# Classes of the lines of a change.
 KINDS = {"---": "place", "+": "plus", "-": "minus", " ": ""}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -83,10 +81,12 @@ def page_of(audit: Audit) -> str:
     if audit.problems or verdict.startswith("NOT"):
         mark, tone = "✗", "bad"
     command = audit.command or "a training loop"
+    title = escape(f"Audit of {command}: {verdict}")
     body = [
-        f'<header class="{tone}"><div class="mark" aria-hidden="true">{mark}</div><h1>{_text(_sentence(verdict))}</h1>',
-        f"<p>megabatch audit of {_text(command)}</p></header><main>",
-        f"<pre>{_text(str(audit))}</pre>",
+        f'<header class="{tone}"><div class="mark" aria-hidden="true">{mark}</div>',
+        f"<h1>{escape(_sentence(verdict))}</h1>",
+        f"<p>megabatch audit of {escape(command)}</p></header><main>",
+        f"<pre>{escape(str(audit))}</pre>",
         *_picture(audit),
         *_change(audit),
         *_details(audit),
@@ -95,13 +95,9 @@ def page_of(audit: Audit) -> str:
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<link rel="icon" href="data:,"><title>{_text(f"Audit of {command}: {verdict}")}</title><style>{STYLE}</style>'
+        f'<link rel="icon" href="data:,"><title>{title}</title><style>{STYLE}</style>'
     )
     return f'<!doctype html><html lang="en" data-ready><head>{head}</head><body>{"".join(body)}</body></html>\n'
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
 
 
 def _sentence(text: str) -> str:
@@ -126,7 +122,7 @@ def _picture(audit: Audit) -> Iterator[str]:
         keys.append("<span>thin line: least to largest inside the microbatch</span>")
     if num_shown < len(updates):
         keys.append(f"<span>the first {num_shown} of {len(updates)} updates</span>")
-    sentence = _text(weights_text(updates))
+    sentence = escape(weights_text(updates))
     yield '<section><h2>What a token weighs, by microbatch</h2><p class="hint">Mean over the tokens of a microbatch. '
     yield "At 1.00 every target token of the optimizer step counts the same.</p>"
     yield f'<figure><div class="plot" role="img" aria-label="{sentence}">{_levels(scale)}'
@@ -183,10 +179,10 @@ def _bars(update: UpdateFindings, scale: _Scale, *, is_numbered: bool) -> str:
 
 def _change(audit: Audit) -> Iterator[str]:
     advice = advise(audit)
-    yield f"<section><h2>Change</h2><p>{_text(_sentence(advice.text))}.</p>"
+    yield f"<section><h2>Change</h2><p>{escape(_sentence(advice.text))}.</p>"
     if advice.diff:
         lines = [
-            f'<span class="{KINDS.get(line[:3], KINDS[line[0]])}">{_text(line)}</span>'
+            f'<span class="{KINDS.get(line[:3], KINDS[line[0]])}">{escape(line)}</span>'
             for line in advice.diff.splitlines()
         ]
         yield f"<pre>{''.join(lines)}</pre>"

@@ -301,8 +301,7 @@ class Audit:
 
 
 def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
-    updates = {(record.number, record.rank): record for record in records if isinstance(record, UpdateRecord)}
-    schedulers = {(record.number, record.rank): record for record in records if isinstance(record, SchedulerRecord)}
+    updates, schedulers = _by_place(records, UpdateRecord), _by_place(records, SchedulerRecord)
     earlier: list[MicrobatchRecord] = []
     for _, group in itertools.groupby(sorted(updates), key=itemgetter(0)):
         places = list(group)
@@ -310,6 +309,11 @@ def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
         findings.scheduler_steps = [schedulers[place].steps for place in places if place in schedulers]
         earlier += findings.records
         yield findings
+
+
+def _by_place(records: Sequence[Any], kind: type[Any]) -> dict[tuple[int, int], Any]:
+    """Return the records of a kind by their numbers and ranks."""
+    return {(record.number, record.rank): record for record in records if isinstance(record, kind)}
 
 
 def _merge_ranks(records: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRecord]) -> UpdateFindings:
@@ -465,10 +469,9 @@ def _measure_distances(findings: UpdateFindings, gradient: Tensor) -> None:
         # A sketch cannot be taken apart where weights inside of the microbatch differ from the mean's.
         if total.norm() and (spreads <= 4 * SAME * scales.abs()).all():
             findings.distances[name] = Distance(
-                error=float((gradient - total).norm() / total.norm()),
-                length=float(gradient.norm() / total.norm()),
-                direction=float((gradient / gradient.norm() - total / total.norm()).norm()),
-            )
+                float((gradient - total).norm() / total.norm()), float(gradient.norm() / total.norm()),
+                float((gradient / gradient.norm() - total / total.norm()).norm()),
+            )  # fmt: skip
 
 
 def find_miscounts(audit: Audit) -> list[str]:

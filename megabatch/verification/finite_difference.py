@@ -12,12 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from megabatch.torch_private.operations import pytree
 
-# Relative to the moved tensors; each in its own direction.
 STEPS = (1e-4, 1e-5, 1e-6)
 # From the model's own point, where a loss may have a kink.
 OFFSET = 1e-3
 TOLERANCE = 1e-3
-# Operations that leave the graph.
 READS = {"detach", "item", "tolist", "numpy"}
 Loss = Callable[[], Tensor]
 
@@ -140,8 +138,8 @@ class _Parameters(_Line):
 
     @contextlib.contextmanager
     def moved(self) -> Generator[None]:
-        trained = [parameter for model in self._models for parameter in model.parameters() if parameter.requires_grad]
-        self.leaves = [tensor for tensor in dict.fromkeys(trained) if tensor.is_floating_point()]
+        parameters = nn.ModuleList(self._models).parameters()
+        self.leaves = [leaf for leaf in parameters if leaf.requires_grad and leaf.is_floating_point()]
         self._own = [leaf.detach().clone() for leaf in self.leaves]
         self._begin = [original + OFFSET * self._random(original) for original in self._own]
         self.directions = [self._random(original) for original in self._own]
@@ -161,10 +159,7 @@ class _Parameters(_Line):
 
 
 class _Tape(TorchFunctionMode):
-    """Records values read out of the graph in a first evaluation, and returns them in each later one.
-
-    Trained parameters that are used without a gradient are not recorded, and make the tape unsure.
-    """
+    """Records values read out of the graph in a first evaluation, and returns them in each later one."""
 
     def __init__(self) -> None:
         super().__init__()

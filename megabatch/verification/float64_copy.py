@@ -1,11 +1,13 @@
 """Float64 copies of models, so that two runs differ by more than rounding only if they are wrong."""
 
 import copy
+import itertools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -15,7 +17,7 @@ from megabatch.errors import PlanError
 from megabatch.inspection.mesh_axes import is_expert
 from megabatch.inspection.tree import each_leaf, to_device
 from megabatch.pipeline.stages import Pipeline
-from megabatch.torch_private.classes import is_replicate_module
+from megabatch.torch_private.classes import is_fsdp2, is_replicate_module
 from megabatch.torch_private.fsdp2_groups import (
     fsdp_states,
     groups_of_state,
@@ -26,7 +28,7 @@ from megabatch.torch_private.fsdp2_groups import (
 )
 from megabatch.torch_private.module_members import apply_to_tensors, forward_hooks, forward_pre_hooks, original_of
 from megabatch.torch_private.operations import has_function_mode, pytree
-from megabatch.wrappers.checks import Dispatch, find_dispatches
+from megabatch.wrappers.checks import find_dispatches
 
 DOUBLE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
@@ -36,7 +38,6 @@ IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 # Functions that concern the tensor objects, and casts that are left out.
 AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")
 NARROWING = ("float", "half", "bfloat16", "cfloat")
-# Settings of DDP that its constructor takes.
 DDP_SETTINGS = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -118,26 +119,25 @@ def float64_copy(model: nn.Module) -> nn.Module:
             their own that transformers has not dealt out.
     """
     model = unwrapped(model)
-    states = _states(model)
-    _check_copied(model, is_sharded=bool(states))
-    memo: dict[int, Any] = {id(state): state for state in states}
-    experts = {id(expert) for dispatch in find_dispatches(model) for expert in _experts_of(model, dispatch)}
+    states, experts = _states(model), set(_dispatched_experts(model))
+    _check_copied(model, experts, is_sharded=bool(states))
+    memo: dict[int, Any] = dict(zip(map(id, states), states, strict=True))
     for module in model.modules():
         for leaf in pytree.tree_leaves(list(vars(module).values())):
             # deepcopy refuses the weight of weight_norm, which is computed.
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 memo[id(leaf)] = leaf.detach().clone()
-            elif isinstance(leaf, DTensor) and (states or id(leaf) in experts):
+            elif isinstance(leaf, DTensor) and (states or leaf in experts):
                 memo[id(leaf)] = nn.Parameter(cast(DTensor, leaf.detach()).full_tensor(), leaf.requires_grad)
     # FSDP2 has replaced the classes of modules by some that cannot be copied.
-    kinds = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    kinds = {module: type(module) for module in filter(is_fsdp2, model.modules())}
     try:
         for module, kind in kinds.items():
-            cast(Any, module).__class__ = kind.__bases__[1]
+            module.__class__ = kind.__bases__[1]
         copied = copy.deepcopy(model, memo)
     finally:
         for module, kind in kinds.items():
-            cast(Any, module).__class__ = kind
+            module.__class__ = kind
     _gather_experts(copied, model)
     # double() leaves complex numbers as they are.
     apply_to_tensors(copied, _double)
@@ -170,12 +170,15 @@ def stay_in_float64(model: nn.Module) -> None:
         module.register_forward_hook(leave, always_call=True)
 
 
-def _check_copied(model: nn.Module, *, is_sharded: bool) -> None:
-    undispatched = _find_undispatched(model)
-    experts = f"experts on ranks of their own that transformers does not send tokens to ({undispatched!r})"
+def _check_copied(model: nn.Module, dispatched: set[nn.Parameter], *, is_sharded: bool) -> None:
+    experts = {name: parameter for name, parameter in model.named_parameters() if is_expert(parameter)}
+    undispatched = next((name for name, expert in experts.items() if expert not in dispatched), None)
+    kind = f"a model with experts on ranks of their own that transformers does not send tokens to ({undispatched!r})"
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    axes = itertools.chain.from_iterable(mesh.mesh_dim_names or () for mesh in meshes)
     is_refused = {
-        f"a model with {experts}": undispatched is not None,
-        "a model that is tensor parallel and sharded": is_sharded and any(map(_has_tensor_axis, model.parameters())),
+        kind: undispatched is not None,
+        "a model that is tensor parallel and sharded": is_sharded and "tp" in axes,
         "a model of FSDP1": any(isinstance(module, FullyShardedDataParallel) for module in model.modules()),
         "a Pipeline": isinstance(model, Pipeline),
     }
@@ -186,13 +189,9 @@ def _check_copied(model: nn.Module, *, is_sharded: bool) -> None:
             )
 
 
-def _has_tensor_axis(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
-
-
 def _states(model: nn.Module) -> list[Any]:
     """Return FSDP2's state of each call of fully_shard, the outermost first."""
-    return fsdp_states(module for module in model.modules() if isinstance(module, FSDPModule))
+    return fsdp_states(filter(is_fsdp2, model.modules()))
 
 
 def _remove_fsdp2(module: nn.Module) -> None:
@@ -279,16 +278,10 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
     setattr(model.get_submodule(owner), attribute, parameter)
 
 
-def _find_undispatched(model: nn.Module) -> str | None:
-    """Return the name of an expert on ranks of their own to which transformers sends no tokens; None without one."""
-    dispatched = [expert for dispatch in find_dispatches(model) for expert in _experts_of(model, dispatch)]
-    known = set(map(id, dispatched))
-    experts = {name: parameter for name, parameter in model.named_parameters() if is_expert(parameter)}
-    return next((name for name, parameter in experts.items() if id(parameter) not in known), None)
-
-
-def _experts_of(model: nn.Module, dispatch: Dispatch) -> list[nn.Parameter]:
-    return [model.get_submodule(dispatch.name).get_parameter(name) for name in dispatch.parameters]
+def _dispatched_experts(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the experts on ranks of their own to which transformers sends tokens."""
+    for dispatch in find_dispatches(model):
+        yield from map(model.get_submodule(dispatch.name).get_parameter, dispatch.parameters)
 
 
 def _gather_experts(copied: nn.Module, model: nn.Module) -> None:

@@ -93,8 +93,8 @@ class GradientComparison:
         self.device = next(self.root.parameters()).device
         self.takes_divisor = takes_divisor(loss_fn)
         # Trainable tensors of neither the model nor the batch, and all other leaves with their gradients.
-        self._outside: dict[int, Tensor] | None = None
-        self._others: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+        self._outside: set[Tensor] | None = None
+        self._others: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
         self._drawn = random_state.note(self.device)
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for module_tree in {*self.copies, *self.wrapped_copies}:
@@ -108,13 +108,13 @@ class GradientComparison:
         shares = ranks.exchange_objects(list(batch) if isinstance(batch, Deferred) else self._batch)[: ranks.degree]
         with catch_causes():
             self.sizes = [len(self._samples(share)) for share in shares]
-            self.shares = _join(list(itertools.compress(shares, self.sizes)))
         if sum(self.sizes) < 2:
             raise PlanError(f"verify was given {sum(self.sizes)} samples; cutting needs at least 2")
+        self.shares = _join(list(itertools.compress(shares, self.sizes)))
 
     def close(self) -> None:
         """Restore gradients of tensors outside of the model."""
-        for leaf, gradient, copied in self._others.values():
+        for leaf, (gradient, copied) in self._others.items():
             leaf.grad = gradient
             if gradient is not None and copied is not None:
                 gradient.copy_(copied)
@@ -123,11 +123,11 @@ class GradientComparison:
         """Return limits and policies: every limit with the first policy, and one limit with each other policy."""
         largest = max(self.sizes)
         ragged = 3 if largest > 3 and largest % 2 == 0 else 2
-        limits: list[Limit] = [Rows(size) for size in (1, ragged, largest)]
+        kind, unit = Rows, 1
         # A packed row of few shapes is limited by tokens alone.
         if isinstance(self._planner_choice, Shapes) and isinstance(self.options.get("batching"), OneRow):
-            longest = max(max(self._samples(share).lengths) for share in self.shares)
-            limits = [Tokens(size * longest) for size in (1, ragged, largest)]
+            kind, unit = Tokens, max(max(self._samples(share).lengths) for share in self.shares)
+        limits: list[Limit] = [kind(size * unit) for size in (1, ragged, largest)]
         sync = self.options.get("sync", "auto")
         with catch_causes():
             wrapper = self._make_accumulator(self.first, sync).wrapper
@@ -155,7 +155,7 @@ class GradientComparison:
     def check_comparable(self, uncut: UpdateRun) -> None:
         """Raise `CauseError` if equal gradients would prove nothing."""
         totals = [total for total, _ in uncut.sums.values()]
-        if not all(map(_is_finite, [*uncut.gradients.values(), *totals])):
+        if not all(value.isfinite().all() for value in [*uncut.gradients.values(), *totals]):
             raise CauseError(
                 "the loss or its gradient is not finite on this batch; look at its samples and at the loss"
             )
@@ -187,7 +187,6 @@ class GradientComparison:
                 terms = gradient.forward_backward(self._batch, self.loss_fn)
             except MegabatchError:
                 raise
-            # For example from a batch norm of one value.
             except Exception as error:
                 raise CauseError(self._describe_failure(gradient, error)) from error
             gradient.finalize()
@@ -283,7 +282,6 @@ class GradientComparison:
         return self._planner.samples(batch, loss_hooks(self.loss_fn).prepare)
 
     def _take(self, samples: Samples, rows: Sequence[int]) -> Microbatch:
-        # Samples of some models may not be padded.
         with catch_causes():
             taken = samples.take(rows)
         return in_float64(clone(taken), self.device)
@@ -358,13 +356,12 @@ class GradientComparison:
 
     def _note_outside(self, quotient: Tensor) -> None:
         """Note trainable leaves that every run reaches; inputs that the loss lets carry a gradient differ per run."""
-        known = set(map(id, self.root.parameters()))
-        leaves = {id(leaf): leaf for leaf in graph_leaves([quotient]) if id(leaf) not in known}
-        for key, leaf in leaves.items():
-            self._others.setdefault(key, (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()))
-        before = leaves if self._outside is None else self._outside
+        leaves = set(graph_leaves([quotient])) - set(self.root.parameters())
+        for leaf in leaves:
+            self._others.setdefault(leaf, (leaf.grad, None if leaf.grad is None else leaf.grad.clone()))
+        reached = leaves if self._outside is None else self._outside & leaves
         inputs = set(map(id, pytree.tree_leaves(self._given_batch)))
-        self._outside = {key: leaf for key, leaf in before.items() if key in leaves and key not in inputs}
+        self._outside = {leaf for leaf in reached if id(leaf) not in inputs}
 
 
 @contextlib.contextmanager
@@ -389,19 +386,19 @@ def largest_error(errors: Iterable[float]) -> float:
 
 def _join(shares: list[Batch]) -> list[Batch]:
     """Join the ranks' samples to one batch if they have the same keys and shapes."""
-    if all(not isinstance(share, Mapping) for share in shares):
-        return [[sample for share in shares for sample in cast(Sequence[Any], share)]]
-    rows = [share for share in shares if isinstance(share, Mapping)]
-    kinds = [[(name, value.shape[1:], value.dtype) for name, value in sorted(row.items())] for row in rows]
-    if len(rows) < len(shares) or any(kind != kinds[0] for kind in kinds):
+    if len(set(map(_kind_of, shares))) > 1:
         return shares
-    return [{name: torch.cat([row[name] for row in rows]) for name in rows[0]}]
+    first = shares[0]
+    if isinstance(first, Mapping):
+        return [{name: torch.cat([cast(Any, share)[name] for share in shares]) for name in first}]
+    return [list(itertools.chain.from_iterable(cast(Any, shares)))]
+
+
+def _kind_of(share: Batch) -> frozenset[Any]:
+    rows = share if isinstance(share, Mapping) else {}
+    return frozenset((name, value.shape[1:], value.dtype) for name, value in rows.items())
 
 
 def _whole_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone()
-
-
-def _is_finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values).all())

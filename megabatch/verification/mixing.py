@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from megabatch.torch_private.operations import pytree
 
 # Relative; the shape of a batch changes the last bits of a matrix product.
 TOLERANCE = 1e-6
-# Computes the loss of a microbatch, or its representations, with the model.
 Run = Callable[[Any], Any]
 
 
@@ -30,7 +29,6 @@ def find_mixing_module(model: nn.Module, run: Run, batch: dict[str, Any], num_ro
         try:
             alone = _record_outputs(model, run, sample)
         except Exception:
-            # For example a batch norm of one vector.
             return find_failing_module(model, run, [sample])
         mixes: dict[str, bool] = {}
         for name in filter(alone.__contains__, together):
@@ -70,7 +68,6 @@ def find_failing_module(model: nn.Module, run: Run, microbatches: list[Any]) -> 
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
             hooks.enter_context(module.register_forward_hook(leave))
-        # The caller has seen the error.
         with contextlib.suppress(Exception):
             for microbatch in microbatches:
                 run(microbatch)
@@ -89,11 +86,12 @@ def explain_padding(
         padded: The same sample, padded to the length of a longer one.
         pad_token: The pad token of the model's config.
     """
-    if all(map(_are_near, *(pytree.tree_leaves(run(dict(microbatch))) for microbatch in (alone, padded)))):
-        return ""
-    tensors = {name: value for name, value in padded.items() if isinstance(value, Tensor)}
-    grown = {name: value for name, value in tensors.items() if value.shape[1:2] > alone[name].shape[1:2]}
-    if not grown:
+    result_alone, result_padded = pytree.tree_leaves(run(dict(alone))), pytree.tree_leaves(run(dict(padded)))
+    grown: dict[str, Tensor] = {}
+    for name, value in padded.items():
+        if isinstance(value, Tensor) and value.shape[1:2] > alone[name].shape[1:2]:
+            grown[name] = value
+    if not grown or all(map(_are_near, result_alone, result_padded)):
         return ""
     fillings = {name: value[0, -1].flatten()[-1].item() for name, value in grown.items()}
     hints: list[str] = []
@@ -126,29 +124,29 @@ def find_router_terms(model: nn.Module, run: Run, microbatch: Any) -> set[str]:
 
     It looks at `aux_loss` and `router_logits` of outputs, since every term depends on routers by the hidden states.
     """
-    router_outputs: list[Tensor] = []
+    router_outputs: list[Any] = []
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        loss, logits = getattr(output, "aux_loss", None), getattr(output, "router_logits", None)
-        if isinstance(loss, Tensor) and loss.requires_grad:
-            router_outputs.append(loss)
-        if isinstance(logits, tuple | list) and all(isinstance(logit, Tensor) for logit in logits):
+        logits = getattr(output, "router_logits", None)
+        if isinstance(logits, tuple | list):
             # Views, which no layer above has used.
-            output.router_logits = tuple(cast(Tensor, logit).view_as(logit) for logit in logits)
-            router_outputs.extend(logit for logit in output.router_logits if logit.requires_grad)
+            output.router_logits = pytree.tree_map_only(Tensor, lambda logit: logit.view_as(logit), tuple(logits))
+            router_outputs.extend(pytree.tree_leaves(output.router_logits))
+        router_outputs.append(getattr(output, "aux_loss", None))
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(note))
         terms = terms_of(run(microbatch))
-    return {name for name in differentiable(terms) if _reaches(terms[name].total, router_outputs)}
-
-
-def _reaches(total: Tensor, router_outputs: list[Tensor]) -> bool:
-    if not router_outputs:
-        return False
-    gradients = torch.autograd.grad(total, router_outputs, retain_graph=True, materialize_grads=True)
-    return any(bool(gradient.any()) for gradient in gradients)
+    inputs = [output for output in router_outputs if isinstance(output, Tensor) and output.requires_grad]
+    if not inputs:
+        return set()
+    names: set[str] = set()
+    for name in differentiable(terms):
+        gradients = torch.autograd.grad(terms[name].total, inputs, retain_graph=True, materialize_grads=True)
+        if any(map(torch.any, gradients)):
+            names.add(name)
+    return names
 
 
 def _record_outputs(model: nn.Module, run: Run, microbatch: Any) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from megabatch import losses
 from megabatch.core.contract import REFUSES_MEANS, LossFunction, Term, terms_of
@@ -30,6 +29,7 @@ from megabatch.inspection.tree import clone
 from megabatch.losses.coupled_loss import Encoded, JointLoss, describe_fault
 from megabatch.planners.built_in import MOVED, BuiltIn, Rows, Tokens, choose_planner, refuse_moved
 from megabatch.planning.planner import Planner
+from megabatch.torch_private.classes import is_fsdp2
 from megabatch.torch_private.fsdp2_groups import param_groups
 from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 from megabatch.torch_private.operations import pytree
@@ -54,7 +54,7 @@ OWN_LOSS: dict[LossFunction, Callable[[Any], bool]] = {
     losses.classification: lambda _: True,
 }
 # Attributes that the accumulator sets on FSDP2's groups.
-FSDP2_SETTINGS = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params")
+FSDP2_SETTINGS = {"gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params"}
 
 
 @dataclass(frozen=True)
@@ -154,16 +154,16 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
 
     Inside, a loss that returns a mean is not refused, so that its gradient can be compared.
     """
-    modules = [module for model in models for module in model.modules()]
+    trees = nn.ModuleList(models)
     saved_hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for module in modules:
+    for module in trees.modules():
         for name, value in vars(module).items():
             if "hooks" in name and isinstance(value, dict):
                 saved_hooks.append((value, value.copy()))
     saved_settings: list[tuple[Any, dict[str, Any]]] = []
-    for group in param_groups([module for module in modules if isinstance(module, FSDPModule)]):
-        saved_settings.append((group, {name: vars(group)[name] for name in FSDP2_SETTINGS if name in vars(group)}))
-    device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
+    for group in param_groups(filter(is_fsdp2, trees.modules())):
+        saved_settings.append((group, {name: vars(group)[name] for name in vars(group).keys() & FSDP2_SETTINGS}))
+    device = next(trees.parameters(), torch.empty(0, device="cpu")).device
     drawn, other_generators = random_state.note(device), (random.getstate(), np.random.get_state())
     refusing = REFUSES_MEANS.set(False)
     try:
@@ -183,7 +183,6 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
 class _Proof(GradientComparison):
     """The verdict of a comparison, and the search for causes."""
 
-    # The word for what a microbatch gives.
     result = "loss"
     unexplained = (
         "the gradients differ, and neither the modules nor the sums of the loss show why; perhaps the loss itself "
@@ -244,7 +243,7 @@ class _Proof(GradientComparison):
 
     def _find_foreign_tensors(self) -> Iterator[str]:
         if self._outside:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._outside.values())
+            shapes = ", ".join(sorted(str(tuple(tensor.shape)) for tensor in self._outside))
             yield (
                 f"the loss reaches trainable tensors that are not the model's (of shape {shapes}); call the model that "
                 "the loss is given, and give what else is trained as a model too: [model, head]"
@@ -417,7 +416,6 @@ class _JointProof(_Proof):
         for row in range(len(samples)):
             try:
                 alone = pytree.tree_leaves(self.run_microbatch(self._take(samples, [row])))
-            # For example from a batch norm of one value.
             except Exception as error:
                 yield f"encode runs on the batch whole and fails on sample {row} alone: {in_one_line(error)}"
                 return
@@ -441,10 +439,8 @@ class _JointProof(_Proof):
 
 def _has_rows(microbatch: Any, number: int) -> bool:
     """Return true for a mapping with so many samples in dim 0 of each tensor."""
-    if not isinstance(microbatch, Mapping):
-        return False
-    tensors = [value for value in microbatch.values() if isinstance(value, Tensor)]
-    return bool(tensors) and all(tensor.ndim and len(tensor) == number for tensor in tensors)
+    values = microbatch.values() if isinstance(microbatch, Mapping) else ()
+    return {value.shape[:1] for value in values if isinstance(value, Tensor)} == {(number,)}
 
 
 def _unique(causes_by_rank: Sequence[list[str]]) -> list[str]:
