@@ -30,20 +30,20 @@ def orders_of(schedule: str, num_ranks: int, per_rank: int, num_microbatches: in
         per_rank: Stages of each.
         num_microbatches: As many as the schedule runs: see `Pipeline.runnable`.
     """
-    if SCHEDULES[schedule].per_rank == 1:
-        # What torch prints as the order of 1F1B numbers the last rank's microbatches from 1.
-        early = num_microbatches if schedule == "GPipe" else num_ranks
-        return [list(order_of_stage(rank, early - rank * (schedule != "GPipe"), num_microbatches))
-                for rank in range(num_ranks)]  # fmt: skip
     kind, num_stages = SCHEDULES[schedule], num_ranks * per_rank
+    if kind.per_rank == 1:
+        # What torch prints as the order of 1F1B numbers the last rank's microbatches from 1.
+        early = [num_microbatches] * num_ranks if schedule == "GPipe" else range(num_ranks, 0, -1)
+        return [list(order_of_stage(rank, num_early, num_microbatches)) for rank, num_early in enumerate(early)]
+    # Attributes of stages that torch reads to order their actions.
     stages = [
         SimpleNamespace(
             stage_index=index, num_stages=num_stages, group_size=num_ranks, group_rank=0, submod=nn.Identity()
         )
         for index in kind.indices(0, num_ranks, per_rank)
-    ]  # what torch reads of stages to order their actions
+    ]
     orders: dict[int, list[Any]] = kind.make(stages, num_microbatches).pipeline_order
-    return [[action for combined in orders[rank] for action in _read(combined)] for rank in range(num_ranks)]
+    return [_read_all(orders[rank]) for rank in range(num_ranks)]
 
 
 def order_of_stage(stage: int, num_early: int, num_microbatches: int) -> Iterator[Action]:
@@ -56,13 +56,15 @@ def order_of_stage(stage: int, num_early: int, num_microbatches: int) -> Iterato
             yield Action(FORWARD, stage, index + num_early)
 
 
-def _read(action: Any) -> list[Action]:
-    """Return an action of torch's, or those that it runs together; none for a bubble."""
-    if action is None:
-        return []
-    if action.sub_actions:
-        return [sub_action for part in action.sub_actions for sub_action in _read(part)]
-    return [Action(action.computation_type.value, action.stage_index, action.microbatch_index)]
+def _read_all(torch_actions: Sequence[Any]) -> list[Action]:
+    """Return torch's actions without bubbles, those that run together one by one."""
+    actions: list[Action] = []
+    for action in filter(None, torch_actions):
+        if action.sub_actions:
+            actions += _read_all(action.sub_actions)
+        else:
+            actions.append(Action(action.computation_type.value, action.stage_index, action.microbatch_index))
+    return actions
 
 
 @cache
@@ -93,7 +95,8 @@ def estimate_bubble(
         recomputes: Make the forward again in the backward.
         message: Time of a message, by that of a microbatch in all stages of a rank.
     """
-    total = 3 + recomputes  # forwards: a backward takes as long as two
+    # In forwards: a backward takes as long as two.
+    total = 3 + recomputes
     parts = {FORWARD: 1, BACKWARD: total - 1, INPUT_GRADIENT: total - 2, WEIGHT_GRADIENT: 1}
     ends = finish_seconds(
         orders_of(schedule, num_ranks, per_rank, num_microbatches),
@@ -115,22 +118,22 @@ def finish_seconds(
         seconds_of: Time of an action of a rank.
         message_seconds: Time of a message from rank to rank, of an activation or its gradient.
     """
-    num_stages = 1 + max(action.stage for order in orders for action in order)
-    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    rank_of: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        rank_of.update((action.stage, rank) for action in order)
+    # By the action that makes the output; for the gradient of an input that is the whole backward.
     done: dict[Action, float] = {}
     ends, positions = [0.0] * len(orders), [0] * len(orders)
 
     def ready(rank: int, action: Action) -> float | None:
-        """Return when the input of an action is there; None if what makes it has not run."""
-        ready_seconds = 0.0
-        for makers in _needed(action, num_stages):
-            made_seconds = next((done[maker] for maker in makers if maker in done), None)
-            if made_seconds is None:
-                return None
-            maker_rank = rank_of[makers[0].stage]
-            sent_seconds = message_seconds(maker_rank, rank) if maker_rank != rank else 0.0
-            ready_seconds = max(ready_seconds, made_seconds + sent_seconds)
-        return ready_seconds
+        """Return when the input of an action is there; None if the action that makes it has not run."""
+        maker = _maker_of_input(action, len(rank_of))
+        if maker is None:
+            return 0.0
+        if maker not in done:
+            return None
+        maker_rank = rank_of[maker.stage]
+        return done[maker] + (message_seconds(maker_rank, rank) if maker_rank != rank else 0.0)
 
     moved = True
     while moved:
@@ -140,20 +143,21 @@ def finish_seconds(
                 action = order[positions[rank]]
                 if (start := ready(rank, action)) is None:
                     break
-                ends[rank] = done[action] = max(start, ends[rank]) + seconds_of(rank, action)
+                ends[rank] = max(start, ends[rank]) + seconds_of(rank, action)
+                done[action._replace(kind=BACKWARD) if action.kind == INPUT_GRADIENT else action] = ends[rank]
                 positions[rank] += 1
                 moved = True
     assert positions == [len(order) for order in orders], "a rank waits for an action that never runs"
     return ends
 
 
-def _needed(action: Action, num_stages: int) -> list[list[Action]]:
-    """Return what an action needs: for each input, the actions one of which makes it."""
+def _maker_of_input(action: Action, num_stages: int) -> Action | None:
+    """Return the action whose output another needs. None if it needs none of the other actions."""
     kind, stage, index = action
-    if kind == FORWARD:
-        return [[Action(FORWARD, stage - 1, index)]] if stage else []
     if kind == WEIGHT_GRADIENT:
-        return []
+        return None
+    if kind == FORWARD:
+        return Action(FORWARD, stage - 1, index) if stage else None
     if stage == num_stages - 1:
-        return [[Action(FORWARD, stage, index)]]
-    return [[Action(backward, stage + 1, index) for backward in (BACKWARD, INPUT_GRADIENT)]]
+        return Action(FORWARD, stage, index)
+    return Action(BACKWARD, stage + 1, index)

@@ -42,7 +42,7 @@ Shape = Callable[..., Any]  # called as the model is; returns a meta tensor, or 
 def meta_tensors(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return the meta tensors of ``shape`` for these inputs."""
     answer = shape(*inputs.args, **inputs.kwargs)
-    tensors = tuple(answer) if isinstance(answer, tuple | list) else (answer,)
+    tensors = _leaves_of(answer)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise PlanError(
             f"boundary= or output= of Pipeline returned {answer!r:.80}; return the shape and dtype of what the stage "
@@ -53,12 +53,20 @@ def meta_tensors(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
 
 def difference(output: Any, expected: Sequence[Tensor]) -> str | None:
     """Describe the difference between tensors and their expected shapes and dtypes; None where there is none."""
-    leaves = output if isinstance(output, tuple | list) else (output,)
+    leaves = _leaves_of(output)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or is_dtensor(leaf):
             return f"a {type(leaf).__name__} where a plain tensor was expected"
-    shapes, wanted = ([(tuple(tensor.shape), tensor.dtype) for tensor in tensors] for tensors in (leaves, expected))
+    shapes, wanted = _shapes_of(leaves), _shapes_of(expected)
     return None if shapes == wanted else f"{shapes} where {wanted} was said"
+
+
+def _leaves_of(output: Any) -> tuple[Any, ...]:
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
+
+
+def _shapes_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
 def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
@@ -66,8 +74,8 @@ def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
     if not calls:
         return []
     flat, specs = zip(*(pytree.tree_flatten(tuple(call)) for call in calls), strict=True)
-    kinds = [[(type(leaf), getattr(leaf, "ndim", 0), getattr(leaf, "dtype", 0)) for leaf in leaves] for leaves in flat]
-    if any(spec != specs[0] for spec in specs) or any(kind != kinds[0] for kind in kinds):
+    kinds = [list(map(_kind_of, leaves)) for leaves in flat]
+    if specs.count(specs[0]) < len(specs) or kinds.count(kinds[0]) < len(kinds):
         raise PlanError(
             "the loss calls the model with other arguments for other microbatches of one call; under a Pipeline give "
             "all the same names, types and numbers of dims"
@@ -77,17 +85,24 @@ def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
     return [Inputs(*pytree.tree_unflatten(list(values), specs[0])) for values in zip(*leaves, strict=True)]
 
 
+def _kind_of(leaf: Any) -> tuple[type, int, Any]:
+    """Return what the values of an input have in common in all microbatches."""
+    return type(leaf), getattr(leaf, "ndim", 0), getattr(leaf, "dtype", 0)
+
+
 def _pad_input(values: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
     """Pad one input of all microbatches to one shape."""
-    shapes: list[tuple[int, ...]] = [tuple(value.shape) if isinstance(value, Tensor) else () for value in values]
-    if all(shape == shapes[0] for shape in shapes):
+    if not isinstance(values[0], Tensor):
         return values
-    if any(shape[2:] != shapes[0][2:] for shape in shapes) or [shape[0] for shape in shapes] != rows:
+    shapes = [tuple(value.shape) for value in values]
+    if shapes.count(shapes[0]) == len(shapes):
+        return values
+    if len({shape[2:] for shape in shapes}) > 1 or [shape[0] for shape in shapes] != rows:
         raise PlanError(
             f"an input of the model has the shapes {sorted(set(shapes))} in one call of a Pipeline; only dim 0, the "
             "samples, and dim 1 are filled up, the others must agree"
         )
-    largest = [max(sizes) for sizes in zip(*(shape[:2] for shape in shapes), strict=True)]
+    largest = list(map(max, *shapes))[:2]
     return [_pad_tensor(value, largest) for value in values]
 
 
@@ -111,12 +126,12 @@ def crop_output(output: Sequence[Tensor], shape: Shape, padded: Inputs, real: In
 
 def _check_rows(expected: Sequence[Tensor], wanted: Sequence[Tensor], padded: Inputs, real: Inputs) -> None:
     """Raise `PlanError` where repeated rows cannot be removed from the output."""
-    sizes = [(before.shape[:1], after.shape[:1]) for before, after in zip(expected, wanted, strict=True)]
-    if any(size != ((padded.num_rows,), (real.num_rows,)) for size in sizes):
-        raise PlanError(
-            f"a microbatch of {real.num_rows} rows was filled up to {padded.num_rows}, but output= says no samples in "
-            "dim 0, so they cannot be taken out again; return samples in dim 0 from the last stage"
-        )
+    for before, after in zip(expected, wanted, strict=True):
+        if (before.shape[:1], after.shape[:1]) != ((padded.num_rows,), (real.num_rows,)):
+            raise PlanError(
+                f"a microbatch of {real.num_rows} rows was filled up to {padded.num_rows}, but output= says no samples "
+                "in dim 0, so they cannot be taken out again; return samples in dim 0 from the last stage"
+            )
 
 
 def fingerprint(microbatches: Sequence[Any]) -> int:
@@ -125,7 +140,8 @@ def fingerprint(microbatches: Sequence[Any]) -> int:
     for leaf in pytree.tree_leaves(list(microbatches)):
         if isinstance(leaf, Tensor):
             digest = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), digest)
-            if leaf.device.type == "cpu":  # reading others would wait
+            # Reading a tensor of another device would wait.
+            if leaf.device.type == "cpu":
                 start = leaf.detach().reshape(-1)[: SEEN_BYTES // leaf.element_size()]
                 digest = zlib.crc32(start.contiguous().view(torch.uint8).numpy().tobytes(), digest)
     return digest

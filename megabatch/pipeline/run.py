@@ -6,16 +6,16 @@ the model's inputs. The last stage calls it again with an `_Answer`, which retur
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from megabatch.core.agreement import first_failure
 from megabatch.core.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps
@@ -41,11 +41,13 @@ from megabatch.pipeline.pad_to_shape import Inputs, crop_output, fingerprint, in
 from megabatch.pipeline.schedule_steps import group_microbatches
 from megabatch.pipeline.stages import Pipeline, nothing_of
 from megabatch.planning.stretches import stretch_alike
+from megabatch.torch_private.classes import is_fsdp2
 from megabatch.torch_private.operations import pytree
 
 __all__ = ["Pipeline", "evaluate"]
 
-Named = list[tuple[str, bool, float | None]]  # a microbatch's terms: name, has a graph, weight if on the host
+# The terms of a microbatch: name, has a graph, weight if that is on the host.
+Named = list[tuple[str, bool, float | None]]
 
 
 def run_schedule(model: Pipeline, call: Call, reducing: AbstractContextManager[None]) -> dict[str, Term]:
@@ -55,14 +57,8 @@ def run_schedule(model: Pipeline, call: Call, reducing: AbstractContextManager[N
     hold too and wait for (FSDP2, DDP, context parallelism) ends the step when it fails, and the error broadcast tells
     all ranks.
     """
-    loss_fn, opened, prepared, agreement, wrapper = (
-        call.loss_fn,
-        call.opened,
-        call.prepared,
-        call.agreement,
-        call.wrapper,
-    )
-    device = wrapper.device
+    loss_fn, opened, prepared, agreement = call.loss_fn, call.opened, call.prepared, call.agreement
+    wrapper, device = call.wrapper, call.wrapper.device
     if takes_divisor(loss_fn):
         raise PlanError("a loss that takes the divisor cannot run through a Pipeline; give one that returns its sum")
     if isinstance(loss_fn, CoupledLoss):
@@ -86,8 +82,9 @@ def run_schedule(model: Pipeline, call: Call, reducing: AbstractContextManager[N
     sums: dict[str, Term] = {}
     # Every stage adds the same sums, so that each can close the update without asking the last one.
     for terms, step in zip(last.share_terms(device), last.steps, strict=True):
+        # This records the differentiable terms, as on the last stage.
         if not model.has_last_stage:
-            opened.objective(terms, step)  # to record the differentiable terms, as on the last stage
+            opened.objective(terms, step)
         add_terms(sums, opened.add(terms, step))
     return sums
 
@@ -106,7 +103,7 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
     if not shapes:
         return []
     groups = group_microbatches(shapes, model.runnable, model.bubble)
-    order, sizes = [index for group in groups for index in group], [len(group) for group in groups]
+    order, sizes = list(chain.from_iterable(groups)), list(map(len, groups))
 
     def make() -> list[MicrobatchStep]:
         ordered = [microbatches[index] for index in order]
@@ -124,9 +121,8 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
         model.forget()
         raise
     finally:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in filter(is_fsdp2, model.modules()):
+            module.reshard()
 
 
 def _shapes_of_all(microbatches: Sequence[Microbatch], ranks: DataRanks) -> list[tuple[int, int]]:
@@ -135,9 +131,7 @@ def _shapes_of_all(microbatches: Sequence[Microbatch], ranks: DataRanks) -> list
     shapes: list[list[tuple[int, int]]] = ranks.exchange_objects([(call.num_rows, call.num_columns) for call in inputs])
     if len(numbers := set(map(len, shapes))) > 1:
         raise PlanError(f"ranks were given {min(numbers)} and {max(numbers)} microbatches; give every rank as many")
-    return [
-        (max(rows), max(columns)) for rows, columns in (zip(*sizes, strict=True) for sizes in zip(*shapes, strict=True))
-    ]
+    return list(map(tuple, np.array(shapes).max(axis=0).tolist()))
 
 
 def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -215,25 +209,29 @@ def _recorded_by_all(
     steps, calls, digest, failure, ranks, trains = [], [], 0, None, model.ranks, loss_factor is not None
     try:
         steps = make()
-        digest = fingerprint([step.microbatch for step in steps])  # each stage computes from its own copy of the inputs
+        # Each stage computes from its own copy of the inputs.
+        digest = fingerprint([step.microbatch for step in steps])
         calls = [_recorded(loss_fn, step, device, trains) for step in steps]
         for start, end in _ranges(sizes):
             in_one_shape(calls[start:end])
-    except Exception as error:  # the user's loss may raise anything, and the other ranks must know
+    except Exception as error:
+        # The user's loss may raise anything, and the other ranks must know.
         failure = error
     facts = [digest, zlib.crc32(repr(tuple(sizes)).encode()), loss_factor or 0.0, model.num_stages]
     rows = ranks.exchange_numbers([float(failure is not None), *map(float, facts)])
-    if any(failed for failed, *_ in rows):
+    failed, digests, cuts, *settings = zip(*rows, strict=True)
+    if any(failed):
         raise first_failure(ranks, failure)
-    if len({tuple(settings) for _, _, _, *settings in rows}) > 1:
+    if any(len(set(setting)) > 1 for setting in settings):
         raise PlanError("ranks differ in the number or the wrapper of their stages; give all ranks the same")
-    if trains and len({cut for _, _, cut, *_ in rows}) > 1:
+    if trains and len(set(cuts)) > 1:
         raise PlanError(
             "ranks were given plans with other schedule steps; give all ranks the last_plan of one call, or leave plan "
             "out"
         )
-    for rank in range(ranks.num_weighing):  # ranks along pp and tp, which have the same
-        if len({digest for _, digest, *_ in rows[rank :: ranks.num_weighing]}) > 1:
+    # Ranks along pp and tp have the same microbatches.
+    for rank in range(ranks.num_weighing):
+        if len(set(digests[rank :: ranks.num_weighing])) > 1:
             raise PlanError(
                 f"the stages of data rank {rank % ranks.degree} were given microbatches that differ; let collate draw "
                 "no random numbers, or the same on all ranks along pp and tp"
@@ -248,7 +246,8 @@ def _cut_call_over_context(
     num_real = len(prepared.plan.microbatches)
     wholes = list(prepared.microbatches())
     for _ in range(num_real, agreement.num_microbatches):
-        assert agreement.dummy is not None  # some rank has more than this one
+        # Some rank has more microbatches than this one.
+        assert agreement.dummy is not None
         wholes.append(agreement.dummy())
     parts = _cut_over_context(wholes, sizes, ranks)
     weights = tuple(counted_weights(weigh(part)) for part in parts[:num_real])
@@ -266,8 +265,9 @@ def _cut_over_context(wholes: Sequence[Microbatch], sizes: Sequence[int], ranks:
 
 def _raise_first_failure(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None:
     """Raise the error of the first failed stage on all ranks. It may have caused the failures of later stages."""
-    stage, error = failure or (math.inf, None)  # a later stage's error is often caused by zeros from this one
-    first = min(failed for (failed,) in ranks.exchange_numbers([float(stage)]))
+    # A later stage's error is often caused by zeros from this one.
+    stage, error = failure or (math.inf, None)
+    (first,) = min(ranks.exchange_numbers([float(stage)]))
     if first < math.inf:
         raise first_failure(ranks, error if stage == first else None)
 
@@ -299,11 +299,15 @@ class _LastStage:
         opened: OpenUpdate | None,
     ) -> None:
         self._model, self.steps, self._calls, self._loss_fn, self._opened = model, steps, calls, loss_fn, opened
-        self._inputs: list[Inputs] = []  # of the running schedule step, in one shape
-        self._start = 0  # its first microbatch
-        self._with_graph = torch.is_grad_enabled()  # here: schedules change it
-        self._terms: dict[int, dict[str, Term]] = {}  # by index of each microbatch without an error
-        self._failure: tuple[int, Exception] | None = None  # the first error; its number is larger than any stage's
+        # The inputs of the running schedule step, in one shape, and the index of its first microbatch.
+        self._inputs: list[Inputs] = []
+        self._start = 0
+        # Schedules change it later.
+        self._with_graph = torch.is_grad_enabled()
+        # By index of each microbatch without an error.
+        self._terms: dict[int, dict[str, Term]] = {}
+        # The first error of the loss. Its number is larger than any stage's.
+        self._failure: tuple[int, Exception] | None = None
 
     def run(self, sizes: Sequence[int], device: torch.device, *, backward: bool) -> None:
         """Run the microbatches in schedule steps of these sizes. Gradients are reduced in the last."""
@@ -321,14 +325,13 @@ class _LastStage:
             objective = nothing_of(output)
             if self._opened is not None:
                 objective = self._opened.objective(terms, self.steps[index])
-        except Exception as error:  # the user's loss may raise anything
-            if is_out_of_memory(error):  # the error broadcast reports it
+        except Exception as error:
+            # The user's loss may raise anything. The error broadcast reports that memory ran out.
+            if is_out_of_memory(error):
                 raise
             self._failure = self._failure or (self._model.num_stages, error)
             return nothing_of(output)
-        self._terms[index] = (
-            terms if self._opened is not None else {name: _detached(term) for name, term in terms.items()}
-        )
+        self._terms[index] = {name: _detached(term) for name, term in terms.items()}
         return objective
 
     def share_terms(self, device: torch.device) -> list[dict[str, Term]]:
@@ -338,9 +341,11 @@ class _LastStage:
 
     def _terms_of(self, output: Sequence[Any], index: int) -> dict[str, Term]:
         model = self._model
-        assert model.structure is not None  # the stage has just returned it
+        # The stage has just returned it.
+        assert model.structure is not None
         leaves = crop_output(output, model.output, self._inputs[index - self._start], self._calls[index])
-        if self._opened is None and self._with_graph:  # an evaluation that asks which totals are differentiable
+        # An evaluation with a graph asks which totals are differentiable.
+        if self._opened is None and self._with_graph:
             leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in leaves]
         answer = _Answer(pytree.tree_unflatten(leaves, model.structure))
         with torch.set_grad_enabled(self._with_graph):
@@ -363,23 +368,27 @@ def _broadcast_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: 
     One message between hosts carries names and weights that are on the host. One message between devices carries the
     remaining numbers.
     """
-    named: list[Named] = [
-        [(name, term.total.requires_grad, None if isinstance(term.weight, Tensor) else term.weight)
-         for name, term in pairs.items()]
-        for pairs in terms
-    ]  # fmt: skip
-    named = model.stage_ranks.exchange_objects(named)[model.last_rank]
-    length = sum(1 + (weight is None) for entries in named for _, _, weight in entries)
-    values = [value for pairs in terms for term in pairs.values() for value in term if isinstance(value, Tensor)]
+    microbatches: list[Named] = model.stage_ranks.exchange_objects(list(map(_describe_terms, terms)))[model.last_rank]
     dtype = accumulation_dtype(device)
     if model.has_last_stage:
-        numbers = torch.stack([value.detach().to(device, dtype) for value in values])
+        values = chain.from_iterable(chain.from_iterable(named.values() for named in terms))
+        numbers = torch.stack([value.detach().to(device, dtype) for value in values if isinstance(value, Tensor)])
     else:
-        numbers = torch.empty(length, dtype=dtype, device=device)
+        weights = [weight for _, _, weight in chain.from_iterable(microbatches)]
+        numbers = torch.empty(len(weights) + weights.count(None), dtype=dtype, device=device)
     dist.broadcast(numbers, group=model.group, group_src=model.last_rank)
     remaining = iter(numbers.unbind())
+    shared: list[dict[str, Term]] = []
+    for entries in microbatches:
+        shared.append({})
+        for name, has_graph, weight in entries:
+            total = next(remaining).requires_grad_(has_graph)
+            shared[-1][name] = Term(total, next(remaining) if weight is None else weight)
+    return shared
+
+
+def _describe_terms(terms: Mapping[str, Term]) -> Named:
     return [
-        {name: Term(next(remaining).requires_grad_(grad), next(remaining) if weight is None else weight)
-         for name, grad, weight in entries}
-        for entries in named
-    ]  # fmt: skip
+        (name, term.total.requires_grad, None if isinstance(term.weight, Tensor) else term.weight)
+        for name, term in terms.items()
+    ]

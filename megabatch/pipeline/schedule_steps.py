@@ -14,26 +14,37 @@ from megabatch.errors import PlanError
 from megabatch.pipeline.stages import MOST_STEPS, SCHEDULES, Pipeline
 from megabatch.planning.plan import LAUNCH_SHARE, CostModel, Plan, check_lengths, priced
 
-MOST_LENGTHS = 128  # at which a step may end; with more distinct lengths, some of them
+# A step may end at these; with more distinct lengths, at some of them.
+MOST_LENGTHS = 128
 
 
 class RankLengths(NamedTuple):
-    """The numbers of a data rank from which all ranks choose the same schedule steps."""
+    """The numbers of a data rank from which all ranks choose the same schedule steps.
 
-    lengths: list[int]  # distinct, rising
-    counts: list[int]  # samples of each length
+    ``lengths`` are distinct and rise, and ``counts`` are the samples of each.
+    """
+
+    lengths: list[int]
+    counts: list[int]
     micro_batch_size: int | None
     max_microbatch_tokens: int | None
     cost: CostModel | None
 
 
 class ScheduleStep(NamedTuple):
-    """A schedule step, the same on all data ranks."""
+    """A schedule step, the same on all data ranks.
 
-    above: int  # its samples are longer than this
+    Attributes:
+        above: Its samples are longer than this.
+        num_microbatches: Its microbatches.
+        rows: Samples of the largest microbatch of any rank.
+        length: Tokens of the longest sample.
+    """
+
+    above: int
     num_microbatches: int
-    rows: int  # samples of the largest microbatch of any rank
-    length: int  # tokens of the longest sample
+    rows: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,8 @@ class SchedulePlanner(MicrobatchPlanner):
     """
 
     pipeline: Pipeline | None = None
-    of_all: tuple[RankLengths, ...] = ()  # by data rank; empty: this rank's samples are all
+    # By data rank. Empty if this rank has all samples.
+    of_all: tuple[RankLengths, ...] = ()
 
     def of_call(self, batch: Batch) -> "SchedulePlanner":
         """Return a planner that knows the lengths of all data ranks. Collective."""
@@ -53,7 +65,8 @@ class SchedulePlanner(MicrobatchPlanner):
             return self
         try:
             summary = self._summarize(self.samples(batch).lengths)
-        except Exception:  # the user's length may raise anything; `prepare` raises it again and tells the other ranks
+        except Exception:
+            # The user's length may raise anything. `prepare` raises it again and tells the other ranks.
             summary = self._summarize([])
         return replace(self, of_all=tuple(self.ranks.exchange_objects(summary)[: self.ranks.degree]))
 
@@ -67,8 +80,10 @@ class SchedulePlanner(MicrobatchPlanner):
         # A plan that was given may be of `megabatch.plan`, which knows no schedule.
         steps = prepared.plan.steps or (self.pipeline.runnable(agreement.num_microbatches),)
         prepared = replace(prepared, plan=replace(prepared.plan, steps=steps))
-        num_microbatches = max(sum(steps), agreement.num_microbatches)  # if that is more, ranks have other steps
-        dummy = agreement.dummy or prepared.dummy  # if agreement.dummy is None, this rank has samples
+        # If the agreed number is larger, ranks have other steps.
+        num_microbatches = max(sum(steps), agreement.num_microbatches)
+        # Without agreement.dummy this rank has samples.
+        dummy = agreement.dummy or prepared.dummy
         return prepared, replace(agreement, num_microbatches=num_microbatches, dummy=dummy)
 
     def is_repeatable(self, hooks: LossHooks) -> bool:
@@ -96,8 +111,9 @@ class SchedulePlanner(MicrobatchPlanner):
         """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
         fitted = super().fitted(plan, samples)
         assert self.pipeline is not None
-        is_short = bool(plan.steps) and sum(plan.steps) < len(fitted.microbatches)
-        if is_short or any(number < 1 or self.pipeline.runnable(number) != number for number in plan.steps):
+        is_short = plan.steps and sum(plan.steps) < len(fitted.microbatches)
+        runnable = tuple(self.pipeline.runnable(max(1, number)) for number in plan.steps)
+        if is_short or runnable != tuple(plan.steps):
             raise PlanError(
                 f"plan has schedule steps of {plan.steps} microbatches, which this schedule cannot run; give a plan of "
                 "this accumulator"

@@ -14,39 +14,50 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.core.mesh import DataRanks
-from megabatch.core.wrapper import SelfWrapped, Wrapper
+from megabatch.core.wrapper import SelfWrapped, Wrapper, stranding
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.inspection.error_kinds import is_of_message, is_out_of_memory
 from megabatch.inspection.mesh_axes import check_axes, is_expert
 from megabatch.pipeline.pad_to_shape import Inputs, Shape, difference, meta_tensors
 from megabatch.pipeline.tied import TiedParameters
-from megabatch.torch_private.classes import is_fsdp2, is_replicate_module
+from megabatch.torch_private.classes import is_fsdp1, is_fsdp2, is_replicate_module
 from megabatch.torch_private.module_members import original_of
 from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import run_schedule
 from megabatch.torch_private.versions import check_feature
 
-MOST_STEPS = 4  # schedule steps of a call
-KEPT_SCHEDULES = 2 * MOST_STEPS  # each keeps buffers for everything that its step sends from stage to stage
+# Schedule steps of a call.
+MOST_STEPS = 4
+# Each schedule keeps buffers for everything that its step sends from stage to stage.
+KEPT_SCHEDULES = 2 * MOST_STEPS
+STAGE_WRAPPERS = (FSDPModule, DistributedDataParallel)
 
-
-Loss = Callable[[Any, int], Tensor]  # (output of the last stage, index of the microbatch) -> objective
+# Called with the output of the last stage and the index of the microbatch; returns the objective.
+Loss = Callable[[Any, int], Tensor]
 
 
 class ScheduleKind(NamedTuple):
-    """Requirements of a schedule."""
+    """Requirements of a schedule.
+
+    Attributes:
+        make: The class of torch.
+        per_rank: Number of stages on each rank. None is any number.
+        runnable: Returns the microbatches that it can run, of the numbers of microbatches, ranks and stages.
+        goes_back: In a V shape, rank r holds the stages r and 2 * ranks - 1 - r; else r, r + ranks, ...
+        splits: It computes gradients of weights later than those of inputs, without autograd's hooks.
+    """
 
     make: Callable[..., Any]
-    per_rank: int | None  # number of stages on each rank; None: any number
-    runnable: Callable[[int, int, int], int]  # microbatches, ranks, stages -> microbatches that it can run
-    goes_back: bool = False  # V shape: rank r holds stages r and 2 * ranks - 1 - r; else r, r + ranks, ...
-    splits: bool = False  # computes gradients of weights later than those of inputs, without autograd's hooks
+    per_rank: int | None
+    runnable: Callable[[int, int, int], int]
+    goes_back: bool = False
+    splits: bool = False
 
     def indices(self, rank: int, ranks: int, per_rank: int) -> list[int]:
         """Return the indices of a rank's stages."""
@@ -132,19 +143,25 @@ class Pipeline(SelfWrapped):
         for stage in stages:
             check_stage(stage, schedule)
         self.mesh, self.boundary, self.output = mesh, boundary, output
-        self._copies: dict[str, nn.Parameter] | None = dict(tied or {})  # None after `agree_on_tied`
-        self.tied: TiedParameters | None = None  # set by `agree_on_tied`, when the first accumulator is made
+        # None after `agree_on_tied`, which sets ``tied`` when the first accumulator is made.
+        self._copies: dict[str, nn.Parameter] | None = dict(tied or {})
+        self.tied: TiedParameters | None = None
         self.group = mesh.get_group("pp")
         rank, ranks = self.group.rank(), self.group.size()
         self.num_stages = ranks * len(stages)
         self.indices = self.kind.indices(rank, ranks, len(stages))
         self.stages = nn.ModuleList()
-        for index, stage in zip(self.indices, stages, strict=True):  # names that are unique over ranks
+        # The names of stages are unique over ranks.
+        for index, stage in zip(self.indices, stages, strict=True):
             self.stages.add_module(str(index), stage)
-        self.last_rank = 0 if self.kind.goes_back else ranks - 1  # along "pp", where the loss is computed
-        self.failure: tuple[int, Exception] | None = None  # first error of the last call, with its stage
-        self.ranks_meet = False  # those that hold the same stage wait for each other in its forward or backward
-        self.structure: pytree.TreeSpec | None = None  # of the last stage's output
+        # The rank along "pp" on which the loss is computed.
+        self.last_rank = 0 if self.kind.goes_back else ranks - 1
+        # The first error of the last call, with its stage.
+        self.failure: tuple[int, Exception] | None = None
+        # True if ranks that hold the same stage wait for each other in its forward or backward.
+        self.ranks_meet = False
+        # That of the last stage's output.
+        self.structure: pytree.TreeSpec | None = None
         # By shape and number of microbatches, the last used at the end.
         self._schedules: OrderedDict[object, Any] = OrderedDict()
         self._loss: Loss | None = None
@@ -226,10 +243,11 @@ class Pipeline(SelfWrapped):
                 _keep_unsharded(stage.submod)
             stage.has_backward, stage.reduces = backward, reduces
             stage.clear_runtime_states()
-        args, kwargs = [call.args for call in inputs], [call.kwargs for call in inputs]
+        args, kwargs = map(list, zip(*inputs, strict=True))
         try:
             run_schedule(schedule, args, kwargs, backward=backward)
-        except RuntimeError as error:  # torch wraps what a stage raises
+        except RuntimeError as error:
+            # torch wraps the error of a stage.
             if isinstance(cause := error.__cause__, MegabatchError):
                 raise cause from cause.__cause__
             raise
@@ -254,12 +272,13 @@ class Pipeline(SelfWrapped):
 
     def _made(self, inputs: Inputs, num_microbatches: int, device: torch.device) -> tuple[Any, list["_Stage"]]:
         between = tuple(leaf.requires_grad_(leaf.is_floating_point()) for leaf in meta_tensors(self.boundary, inputs))
-        ends = tuple(value for value in inputs.args if isinstance(value, Tensor)), meta_tensors(self.output, inputs)
+        first = tuple(value for value in inputs.args if isinstance(value, Tensor))
+        # The tensors before each stage, and after the last.
+        sent = [first, *[between] * (self.num_stages - 1), meta_tensors(self.output, inputs)]
         stages = [
-            _Stage(self, module, index, device, ends[0] if index == 0 else between,
-                   ends[1] if index == self.num_stages - 1 else between)
+            _Stage(self, module, index, device, sent[index], sent[index + 1])
             for module, index in zip(self.stages, self.indices, strict=True)
-        ]  # fmt: skip
+        ]
         # torch's schedules of one stage take the stage itself.
         stage_or_stages = stages[0] if self.kind.per_rank == 1 else stages
         return self.kind.make(stage_or_stages, num_microbatches, loss_fn=self._ask, scale_grads=False), stages
@@ -295,18 +314,21 @@ class _Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         try:
             output = returned = super().forward_maybe_with_nosync(*args, **kwargs)
-            if self.is_last:  # torch needs a tensor or a tuple, the loss the original structure
+            # torch needs a tensor or a tuple, the loss the original structure.
+            if self.is_last:
                 leaves, self._pipeline.structure = pytree.tree_flatten(output)
                 returned = tuple(leaves)
             self._check(returned)
-        except Exception as error:  # the other ranks wait for the step, so finish it
-            if is_out_of_memory(error) or is_of_message(error):  # the error broadcast reports it
+        except Exception as error:
+            # The error broadcast reports these.
+            if is_out_of_memory(error) or is_of_message(error):
                 raise
-            if self._pipeline.ranks_meet:  # this rank has left the stage's collectives half-way
+            # This rank has left the collectives of the stage half-way.
+            if self._pipeline.ranks_meet:
                 cause = error if isinstance(error, MegabatchError) else in_one_line(error)
                 failed = MegabatchError(f"stage {self.stage_index} failed ({cause}); mend that, and start again")
-                failed.strands_others = True  # the error broadcast tells them
-                raise failed from error
+                raise stranding(failed) from error
+            # The other ranks wait for the step, so it goes on with zeros.
             self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
             zeros = (torch.zeros_like(output, device=self.device) for output in self._outputs)
             return tuple(zero + nothing_of((args, kwargs)) if zero.is_floating_point() else zero for zero in zeros)
@@ -314,8 +336,9 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         returned = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        # torch would keep the outputs of all microbatches.
         if self.is_last and not self.has_backward:
-            self.fwd_cache[fwd_chunk_id] = ((), [])  # torch would keep the outputs of all microbatches
+            self.fwd_cache[fwd_chunk_id] = ((), [])
         return returned
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -326,7 +349,8 @@ class _Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        is_last = last_backward and self.reduces  # in which DDP reduces
+        # DDP reduces in the last backward.
+        is_last = last_backward and self.reduces
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=is_last)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -354,11 +378,9 @@ def _keep_unsharded(stage: nn.Module) -> None:
 def nothing_of(output: Any) -> Tensor:
     """Return zero, with a graph through every tensor of an output."""
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return (
-        torch.stack([tensor.sum() * 0.0 for tensor in tensors]).sum()
-        if tensors
-        else torch.zeros((), requires_grad=True, device="cpu")
-    )
+    if not tensors:
+        return torch.zeros((), requires_grad=True, device="cpu")
+    return torch.stack([tensor.sum() * 0.0 for tensor in tensors]).sum()
 
 
 def check_stage(stage: nn.Module, schedule: str) -> None:
@@ -371,13 +393,14 @@ def check_stage(stage: nn.Module, schedule: str) -> None:
         )
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         raise PlanError("no parameter of a stage requires a gradient; cut the model so that every stage trains some")
-    inside = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in wrapped.modules())
-    if inside and not isinstance(stage, FSDPModule | DistributedDataParallel):
+    if not isinstance(stage, STAGE_WRAPPERS) and any(
+        isinstance(module, STAGE_WRAPPERS) for module in wrapped.modules()
+    ):
         raise PlanError(
             "a wrapper is inside a stage, where the schedule does not find it; call fully_shard on the stage itself "
             "too, and compile with stage.compile() instead of torch.compile(stage)"
         )
-    if any(isinstance(module, FullyShardedDataParallel) for module in wrapped.modules()):
+    if any(map(is_fsdp1, wrapped.modules())):
         raise PlanError("a stage is wrapped by FSDP1, which a pipeline cannot hold back; use FSDP2's fully_shard")
     if isinstance(stage, DistributedDataParallel) and SCHEDULES[schedule].splits:
         raise PlanError(

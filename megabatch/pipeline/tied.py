@@ -5,7 +5,7 @@ optimizer leave equal copies.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,10 @@ class TiedCopy(NamedTuple):
     """This rank's copy of a parameter."""
 
     parameter: nn.Parameter
-    group: dist.ProcessGroup  # of the ranks with a copy
-    is_counted: bool  # in the norm: the copy of the first of them
+    # The ranks with a copy.
+    group: dist.ProcessGroup
+    # True for the copy that the norm counts, on the first of these ranks.
+    is_counted: bool
 
 
 class TiedParameters:
@@ -46,16 +48,15 @@ class TiedParameters:
         self._ranks, self._stages = ranks, DataRanks(pipeline_groups=[group])
         ids = set(map(id, parameters))
         local_facts = {name: _facts(parameter, id(parameter) in ids) for name, parameter in copies.items()}
-        reports = self._stages.exchange_objects(local_facts)
-        self.names = sorted({name for report in reports for name in report})  # those of all ranks
-        holders = {name: [rank for rank, report in enumerate(reports) if name in report] for name in self.names}
-        facts = {name: [report[name] for report in reports if name in report] for name in self.names}
-        self._raise_first([_problem_of(name, holders[name], facts[name]) for name in self.names])
-        self.copies = {
-            name: TiedCopy(copies[name], _group_of(holders[name], group), holders[name][0] == group.rank())
-            for name in self.names
-            if name in copies and copies[name].requires_grad
-        }
+        facts = self._gather_by_name(local_facts)
+        self.names = list(facts)
+        self._raise_first([_problem_of(name, list(facts_by_rank.values())) for name, facts_by_rank in facts.items()])
+        self.copies: dict[str, TiedCopy] = {}
+        # In one order on all ranks, since a new group is collective.
+        for name, holders in facts.items():
+            if name in copies and copies[name].requires_grad:
+                is_counted = min(holders) == group.rank()
+                self.copies[name] = TiedCopy(copies[name], _group_of(list(holders), group), is_counted)
         self.check_copies()
 
     @property
@@ -66,8 +67,9 @@ class TiedParameters:
     def sum_gradients(self) -> None:
         """Give all copies the sum of their gradients."""
         used = self.check_copies()
-        for name in sorted(used & self.copies.keys()):  # in one order on all ranks, which sets do not have
-            parameter, group, _ = self.copies[name]
+        for name, (parameter, group, _) in self.copies.items():
+            if name not in used:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.layout != torch.strided:
@@ -83,14 +85,27 @@ class TiedParameters:
             name: (int(checksum(local(copy.parameter.detach()))), copy.parameter.grad is not None)
             for name, copy in self.copies.items()
         }
-        reports = self._stages.exchange_objects(local_facts)
-        sums = {name: {report[name][0] for report in reports if name in report} for name in self.names}
-        self._raise_first([
-            f"copies of the tied parameter {name!r} have different weights; load the same into all, and step them "
-            "alike, with one learning rate and weight decay"
-            for name, checksums in sums.items() if len(checksums) > 1
-        ])  # fmt: skip
-        return {name for report in reports for name, (_, has_gradient) in report.items() if has_gradient}
+        used: set[str] = set()
+        problems: list[str] = []
+        for name, facts_by_rank in self._gather_by_name(local_facts).items():
+            checksums, have_gradient = map(set, zip(*facts_by_rank.values(), strict=True))
+            if True in have_gradient:
+                used.add(name)
+            if len(checksums) > 1:
+                problems.append(
+                    f"copies of the tied parameter {name!r} have different weights; load the same into all, and step "
+                    "them alike, with one learning rate and weight decay"
+                )
+        self._raise_first(problems)
+        return used
+
+    def _gather_by_name(self, local_facts: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
+        """Return the facts of all ranks along "pp" by name and rank, in the same order on all ranks."""
+        by_name: dict[str, dict[int, Any]] = {}
+        for rank, report in enumerate(self._stages.exchange_objects(local_facts)):
+            for name, facts in report.items():
+                by_name.setdefault(name, {})[rank] = facts
+        return dict(sorted(by_name.items()))
 
     def _raise_first(self, problems: Sequence[str | None]) -> None:
         """Raise the first problem of any rank on all: those of other data ranks have copies of their own."""
@@ -108,11 +123,11 @@ def _facts(parameter: nn.Parameter, is_known: bool) -> str:
     return f"{tuple(parameter.shape)}{laid}, {parameter.dtype}, {is_trained}"
 
 
-def _problem_of(name: str, holders: Sequence[int], facts: Sequence[str]) -> str | None:
-    """Return why copies on these ranks cannot be one parameter."""
+def _problem_of(name: str, facts: Sequence[str]) -> str | None:
+    """Return why copies with these facts cannot be one parameter."""
     if not all(facts):
         return f"tied= has {name!r}, which is no parameter of the stages; give it after the stages are wrapped"
-    if len(holders) == 1:
+    if len(facts) == 1:
         return f"tied= has {name!r} on one rank along 'pp'; name it on every rank that has a copy, or leave it out"
     if len(set(facts)) > 1:
         return f"copies of the tied parameter {name!r} are {' and '.join(dict.fromkeys(facts))}; make all alike"

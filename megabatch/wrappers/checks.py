@@ -29,7 +29,8 @@ REDUCING = {
     "apex": "apex reduces gradients in every backward; give the model that it wraps, in torch's "
     "DistributedDataParallel",
 }
-DISPATCHING = "transformers.distributed.expert_parallel"  # module of the closures of `Dispatch`
+# The module of the closures of `Dispatch`.
+DISPATCHING = "transformers.distributed.expert_parallel"
 
 
 def refuse_unknown(model: nn.Module) -> None:
@@ -108,12 +109,18 @@ class Dispatch(NamedTuple):
     """The closure by which transformers brings tokens to the experts of a module, in the place of its forward.
 
     `copy.deepcopy` does not copy closures, so that a copy would run the experts of the original.
+
+    Attributes:
+        name: Name of the module in its model.
+        style: An `EpDispatchExpertsParallel`.
+        implementation: An `EPImplementation`.
+        parameters: Names of the parameters that are experts.
     """
 
-    name: str  # of the module in its model
-    style: Any  # `EpDispatchExpertsParallel`
-    implementation: Any  # `EPImplementation`
-    parameters: list[str]  # those of experts
+    name: str
+    style: Any
+    implementation: Any
+    parameters: list[str]
 
 
 def find_dispatches(model: nn.Module) -> Iterator[Dispatch]:

@@ -12,17 +12,26 @@ from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import PlanError
 
-MAX_COMPARED_CALLS = 8  # in which ranks compare each collective: a loss made anew for each call is always new
-END = -1  # in place of the number of a collective
+# Calls in which ranks compare each collective: a loss made anew for each call is always new.
+MAX_COMPARED_CALLS = 8
+# The end of a microbatch, in place of the number of a collective.
+END = -1
 
 
 @dataclass
 class CollectiveOrder:
-    """A hash of the collectives of an update in their order, which ranks compare."""
+    """A hash of the collectives of an update in their order, which ranks compare.
+
+    Attributes:
+        digest: The hash.
+        wants_comparison: True if this rank has a new loss in the call that ranks agree on.
+        is_compared: True if ranks compare each collective before it begins, not only the hash at the end.
+        num_compared_calls: Calls in which they have done so.
+    """
 
     digest: int = 0
-    wants_comparison: bool = False  # this rank has a new loss in the call that ranks agree on
-    is_compared: bool = False  # ranks compare each collective before it begins, not only the hash at the end
+    wants_comparison: bool = False
+    is_compared: bool = False
     num_compared_calls: int = 0
 
     def want_comparison(self, *, is_new: bool) -> None:
@@ -54,7 +63,8 @@ class OrderedWrapper(Wrapper):
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         super().__init__(model, ranks)
         self.collective_order = CollectiveOrder()
-        self.index = 0  # among the models of a list, which share one order
+        # The place among the models of a list, which share one order.
+        self.index = 0
 
     @property
     def wants_comparison(self) -> bool:

@@ -37,7 +37,8 @@ from megabatch.wrappers.rank_sums import sum_gradients, zeros_of
 # weight has small gradients, which float16 rounds to zero.
 HOME_OF_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 AVERAGING_HOOKS = ("allreduce_hook", "bf16_compress_hook")
-_KEPT = "megabatch: kept"  # key in the metadata of an autograd node
+# Key in the metadata of an autograd node.
+_KEPT = "megabatch: kept"
 
 
 class DDPWrapper(Wrapper):
@@ -295,7 +296,7 @@ def _check_comm_hooks(ddp: DistributedDataParallel) -> None:
     for hook, state in comm_hooks(ddp):
         name = getattr(hook, "__name__", type(hook).__name__)
         is_known = name in AVERAGING_HOOKS and hook.__module__ == HOME_OF_HOOKS
-        if not is_known or not (state is None or isinstance(state, dist.ProcessGroup)):
+        if not is_known or not isinstance(state, dist.ProcessGroup | None):
             raise PlanError(
                 f"DDP has the communication hook {name!r}, which is not known to average over its ranks; leave it out, "
                 f"or register {' or '.join(AVERAGING_HOOKS)} of {HOME_OF_HOOKS}"

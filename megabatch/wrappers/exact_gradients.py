@@ -11,9 +11,12 @@ from megabatch.core.wrapper import local
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.wrappers.wide_gradients import WideGradients
 
-LEAST = 2.0**-200  # of the largest gradient, whose square float64 must hold
-BITS_OF_NORM = 40  # of a sum of squares
-PIECE = 1 << 16  # elements whose squares stay in a CPU's cache
+# The smallest value of the largest gradient, whose square float64 must hold.
+LEAST = 2.0**-200
+# Bits of a sum of squares.
+BITS_OF_NORM = 40
+# Elements whose squares stay in a CPU's cache.
+PIECE = 1 << 16
 
 
 class ExactGradients(WideGradients):

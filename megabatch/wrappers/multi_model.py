@@ -32,19 +32,18 @@ class MultiModelWrapper(OrderedWrapper):
             )
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups
-        for wrapper in wrappers:
-            wrapper.ranks.position = self.ranks.position
         self.wrappers, self._frozen = list(wrappers), frozen
-        self.replaces_gradients = any(wrapper.replaces_gradients for wrapper in wrappers)
-        self.writes_buffers = any(wrapper.writes_buffers for wrapper in wrappers)
-        self.forwards_meet = any(wrapper.forwards_meet for wrapper in wrappers)
-        self.models = [*chain.from_iterable(wrapper.models for wrapper in wrappers), *frozen]
-        self._ddp_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, DDPWrapper)]
+        # One hash of collectives, since the order between models matters too.
         self.collective_order, self.index = CollectiveOrder(), 0
-        # One hash, since the order between models matters too.
         for index, wrapper in enumerate(wrappers):
+            wrapper.ranks.position = self.ranks.position
+            self.replaces_gradients |= wrapper.replaces_gradients
+            self.writes_buffers |= wrapper.writes_buffers
+            self.forwards_meet |= wrapper.forwards_meet
             if isinstance(wrapper, OrderedWrapper):
                 wrapper.collective_order, wrapper.index = self.collective_order, index
+        self.models = [*chain.from_iterable(wrapper.models for wrapper in wrappers), *frozen]
+        self._ddp_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, DDPWrapper)]
 
     def accumulate_in(self, wide: Gradients) -> None:
         for wrapper in self.wrappers:

@@ -13,9 +13,11 @@ from megabatch.core.mesh import DataRanks
 from megabatch.core.wrapper import Wrapper, local
 from megabatch.torch_private.classes import is_dtensor, is_partial
 
-BUCKET_BYTES = 25 * 2**20  # of gradients that are summed together, as in DDP
+# Gradients up to this size are summed together, as in DDP.
+BUCKET_BYTES = 25 * 2**20
 BUCKETS_IN_FLIGHT = 3
-NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
+# Layouts of a gradient.
+NO_GRADIENT, DENSE = range(2)
 
 
 def sum_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -97,12 +99,14 @@ def agree_on_layouts(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide:
         return
     layouts = ranks.exchange_numbers([_layout(parameter.grad) for parameter in parameters])
     for parameter, *parameter_layouts in zip(parameters, *layouts, strict=True):
-        held_layouts = {int(layout) for layout in parameter_layouts} - {NO_GRADIENT}
-        sparse_dims = max(held_layouts) - DENSE if len(held_layouts) == 1 else 0
-        if held_layouts and parameter.grad is None:
-            parameter.grad = zeros_of(parameter, sparse_dims, wide.dtype_of(parameter))
-        elif parameter.grad is not None and parameter.grad.layout != torch.strided and not sparse_dims:
-            parameter.grad = parameter.grad.to_dense()
+        held_layouts = set(parameter_layouts) - {NO_GRADIENT}
+        sparse_dims = int(max(held_layouts)) - DENSE if len(held_layouts) == 1 else 0
+        gradient = parameter.grad
+        if gradient is None:
+            if held_layouts:
+                parameter.grad = zeros_of(parameter, sparse_dims, wide.dtype_of(parameter))
+        elif gradient.layout != torch.strided and not sparse_dims:
+            parameter.grad = gradient.to_dense()
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], ranks: DataRanks, wide: Gradients) -> None:

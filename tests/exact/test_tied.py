@@ -23,7 +23,7 @@ PLANTED = (  # with the job that sees it
     (Mutation("leave each copy its own gradient", "pipeline/tied.py",
               "dist.all_reduce(local(parameter.grad), group=group)", "pass"), "exact/plain"),
     (Mutation("count every copy in the norm", "pipeline/tied.py", "if not copy.is_counted", "if False"), "exact/plain"),
-    (Mutation("let copies drift apart", "pipeline/tied.py", "if len(checksums) > 1\n", "if len(checksums) > 2\n"),
+    (Mutation("let copies drift apart", "pipeline/tied.py", "if len(checksums) > 1:", "if len(checksums) > 2:"),
      "drifting/plain"),
     (Mutation("step one copy of a padded shard", "torch_private/fsdp2_groups.py",
               "    _share_storage_of_tied(groups)\n", ""), "groups/5"),
