@@ -194,13 +194,9 @@ def _recorded(loss_fn: LossFunction, step: MicrobatchStep, device: torch.device,
 
 
 def _recorded_by_all(
-    make: Callable[[], list[MicrobatchStep]],
-    loss_fn: LossFunction,
-    model: Pipeline,
-    device: torch.device,
-    loss_factor: float | None,
-    sizes: Sequence[int],
-) -> tuple[list[MicrobatchStep], list[Inputs]]:
+    make: Callable[[], list[MicrobatchStep]], loss_fn: LossFunction, model: Pipeline, device: torch.device,
+    loss_factor: float | None, sizes: Sequence[int],
+) -> tuple[list[MicrobatchStep], list[Inputs]]:  # fmt: skip
     """Return the microbatch steps and the model's inputs in each, after a check on all ranks.
 
     An error on one rank is raised on all ranks. Without a ``loss_factor`` nothing is differentiated. ``sizes`` are the
@@ -246,7 +242,6 @@ def _cut_call_over_context(
     num_real = len(prepared.plan.microbatches)
     wholes = list(prepared.microbatches())
     for _ in range(num_real, agreement.num_microbatches):
-        # Some rank has more microbatches than this one.
         assert agreement.dummy is not None
         wholes.append(agreement.dummy())
     parts = _cut_over_context(wholes, sizes, ranks)
@@ -292,21 +287,15 @@ class _LastStage:
 
     def __init__(
         self,
-        model: Pipeline,
-        steps: Sequence[MicrobatchStep],
-        calls: Sequence[Inputs],
-        loss_fn: LossFunction,
+        model: Pipeline, steps: Sequence[MicrobatchStep], calls: Sequence[Inputs], loss_fn: LossFunction,
         opened: OpenUpdate | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model, self.steps, self._calls, self._loss_fn, self._opened = model, steps, calls, loss_fn, opened
         # The inputs of the running schedule step, in one shape, and the index of its first microbatch.
-        self._inputs: list[Inputs] = []
-        self._start = 0
+        self._inputs, self._start = list[Inputs](), 0
         # Schedules change it later.
         self._with_graph = torch.is_grad_enabled()
-        # By index of each microbatch without an error.
         self._terms: dict[int, dict[str, Term]] = {}
-        # The first error of the loss. Its number is larger than any stage's.
         self._failure: tuple[int, Exception] | None = None
 
     def run(self, sizes: Sequence[int], device: torch.device, *, backward: bool) -> None:
@@ -329,6 +318,7 @@ class _LastStage:
             # The user's loss may raise anything. The error broadcast reports that memory ran out.
             if is_out_of_memory(error):
                 raise
+            # A stage's error comes first, since its number is smaller.
             self._failure = self._failure or (self._model.num_stages, error)
             return nothing_of(output)
         self._terms[index] = {name: _detached(term) for name, term in terms.items()}
@@ -341,7 +331,6 @@ class _LastStage:
 
     def _terms_of(self, output: Sequence[Any], index: int) -> dict[str, Term]:
         model = self._model
-        # The stage has just returned it.
         assert model.structure is not None
         leaves = crop_output(output, model.output, self._inputs[index - self._start], self._calls[index])
         # An evaluation with a graph asks which totals are differentiable.

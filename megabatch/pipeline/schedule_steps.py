@@ -34,11 +34,8 @@ class RankLengths(NamedTuple):
 class ScheduleStep(NamedTuple):
     """A schedule step, the same on all data ranks.
 
-    Attributes:
-        above: Its samples are longer than this.
-        num_microbatches: Its microbatches.
-        rows: Samples of the largest microbatch of any rank.
-        length: Tokens of the longest sample.
+    Its samples have more than ``above`` tokens and at most ``length``. ``rows`` are those of any rank's largest
+    microbatch.
     """
 
     above: int
@@ -82,7 +79,6 @@ class SchedulePlanner(MicrobatchPlanner):
         prepared = replace(prepared, plan=replace(prepared.plan, steps=steps))
         # If the agreed number is larger, ranks have other steps.
         num_microbatches = max(sum(steps), agreement.num_microbatches)
-        # Without agreement.dummy this rank has samples.
         dummy = agreement.dummy or prepared.dummy
         return prepared, replace(agreement, num_microbatches=num_microbatches, dummy=dummy)
 
@@ -97,14 +93,8 @@ class SchedulePlanner(MicrobatchPlanner):
         assert self.pipeline is not None
         steps = choose_steps(self.of_all or (self._summarize(lengths),), self.pipeline.runnable, self.pipeline.bubble)
         sync, reason = self.choice
-        plan = Plan(
-            deal_into_steps(lengths, steps),
-            tuple(lengths),
-            tuple(range(len(lengths))),
-            sync,
-            reason,
-            steps=tuple(step.num_microbatches for step in steps),
-        )
+        numbers, samples_of_rank = tuple(step.num_microbatches for step in steps), tuple(range(len(lengths)))
+        plan = Plan(deal_into_steps(lengths, steps), tuple(lengths), samples_of_rank, sync, reason, steps=numbers)
         return plan if self.cost is None else priced(plan, self.cost)
 
     def fitted(self, plan: Plan, samples: Samples) -> Plan:

@@ -32,7 +32,6 @@ from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import run_schedule
 from megabatch.torch_private.versions import check_feature
 
-# Schedule steps of a call.
 MOST_STEPS = 4
 # Each schedule keeps buffers for everything that its step sends from stage to stage.
 KEPT_SCHEDULES = 2 * MOST_STEPS
@@ -45,12 +44,9 @@ Loss = Callable[[Any, int], Tensor]
 class ScheduleKind(NamedTuple):
     """Requirements of a schedule.
 
-    Attributes:
-        make: The class of torch.
-        per_rank: Number of stages on each rank. None is any number.
-        runnable: Returns the microbatches that it can run, of the numbers of microbatches, ranks and stages.
-        goes_back: In a V shape, rank r holds the stages r and 2 * ranks - 1 - r; else r, r + ranks, ...
-        splits: It computes gradients of weights later than those of inputs, without autograd's hooks.
+    ``per_rank`` is None for any number of stages. ``runnable`` returns how many microbatches can run, of the numbers of
+    microbatches, ranks and stages. One that ``goes_back`` has a V shape. One that ``splits`` computes gradients of
+    weights later than those of inputs, without autograd's hooks.
     """
 
     make: Callable[..., Any]
@@ -158,7 +154,6 @@ class Pipeline(SelfWrapped):
         self.last_rank = 0 if self.kind.goes_back else ranks - 1
         # The first error of the last call, with its stage.
         self.failure: tuple[int, Exception] | None = None
-        # True if ranks that hold the same stage wait for each other in its forward or backward.
         self.ranks_meet = False
         # That of the last stage's output.
         self.structure: pytree.TreeSpec | None = None
@@ -295,14 +290,9 @@ class _Stage(PipelineStage):
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        module: nn.Module,
-        index: int,
-        device: torch.device,
-        inputs: tuple[Tensor, ...],
+        self, pipeline: Pipeline, module: nn.Module, index: int, device: torch.device, inputs: tuple[Tensor, ...],
         outputs: tuple[Tensor, ...],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             module, index, pipeline.num_stages, device, input_args=inputs, output_args=outputs, group=pipeline.group
         )

@@ -19,12 +19,10 @@ from megabatch.torch_private.classes import is_dtensor
 
 
 class TiedCopy(NamedTuple):
-    """This rank's copy of a parameter."""
+    """This rank's copy of a parameter, and the ranks with a copy. The norm counts that of the first of them."""
 
     parameter: nn.Parameter
-    # The ranks with a copy.
     group: dist.ProcessGroup
-    # True for the copy that the norm counts, on the first of these ranks.
     is_counted: bool
 
 

@@ -29,7 +29,6 @@ REDUCING = {
     "apex": "apex reduces gradients in every backward; give the model that it wraps, in torch's "
     "DistributedDataParallel",
 }
-# The module of the closures of `Dispatch`.
 DISPATCHING = "transformers.distributed.expert_parallel"
 
 
@@ -109,12 +108,7 @@ class Dispatch(NamedTuple):
     """The closure by which transformers brings tokens to the experts of a module, in the place of its forward.
 
     `copy.deepcopy` does not copy closures, so that a copy would run the experts of the original.
-
-    Attributes:
-        name: Name of the module in its model.
-        style: An `EpDispatchExpertsParallel`.
-        implementation: An `EPImplementation`.
-        parameters: Names of the parameters that are experts.
+    ``name`` is that of the module, and ``parameters`` are the names of its experts.
     """
 
     name: str

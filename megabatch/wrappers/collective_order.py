@@ -22,11 +22,7 @@ END = -1
 class CollectiveOrder:
     """A hash of the collectives of an update in their order, which ranks compare.
 
-    Attributes:
-        digest: The hash.
-        wants_comparison: True if this rank has a new loss in the call that ranks agree on.
-        is_compared: True if ranks compare each collective before it begins, not only the hash at the end.
-        num_compared_calls: Calls in which they have done so.
+    They compare it at the end of an update, and each collective before it begins while ``is_compared`` is True.
     """
 
     digest: int = 0
@@ -63,7 +59,6 @@ class OrderedWrapper(Wrapper):
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         super().__init__(model, ranks)
         self.collective_order = CollectiveOrder()
-        # The place among the models of a list, which share one order.
         self.index = 0
 
     @property

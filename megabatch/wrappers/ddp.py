@@ -37,7 +37,6 @@ from megabatch.wrappers.rank_sums import sum_gradients, zeros_of
 # weight has small gradients, which float16 rounds to zero.
 HOME_OF_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 AVERAGING_HOOKS = ("allreduce_hook", "bf16_compress_hook")
-# Key in the metadata of an autograd node.
 _KEPT = "megabatch: kept"
 
 
@@ -59,9 +58,8 @@ class DDPWrapper(Wrapper):
         self._is_settled = ranks.num_weighing < 3 or not may_rebuild
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
-        self._is_reducing = False
-        # DDP's forward runs, and the model's has not begun.
-        self._is_preparing = False
+        # While DDP prepares its forward, the model's has not begun.
+        self._is_reducing = self._is_preparing = False
         # DDP's buckets are too narrow for the gradients, which stay on their rank until the update ends.
         self._is_local = False
         ddp.register_forward_pre_hook(_noting(self._note_forward))
