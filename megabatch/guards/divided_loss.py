@@ -42,14 +42,13 @@ class LossRun:
         scale = math.inf if step.is_dummy else 1 / self._wrapper.loss_factor
         divided = self._divided(step, scale)
         named = self._weighed_of(divided)
-        if not any(term.total.requires_grad for term in divided.values()):  # the loss has run its own backward
-            divided |= {
-                name: Term(divided[name].total.detach().requires_grad_(), divided[name].weight) for name in named
-            }
+        has_run_backward = not any(term.total.requires_grad for term in divided.values())
         for name in named:
+            total, weight = divided[name]
+            if has_run_backward:
+                total = total.detach().requires_grad_()
             factor = scale * (weight_of(self._divisors, name) or 1.0)
-            if math.isfinite(factor):
-                divided[name] = Term(divided[name].total * factor, divided[name].weight)
+            divided[name] = Term(total * factor if math.isfinite(factor) else total, weight)
         return divided
 
     def check_divided(self, step: MicrobatchStep) -> None:
@@ -62,9 +61,10 @@ class LossRun:
             return
         try:
             with torch.no_grad():
-                one, half = (self._tried(step, scale) for scale in (1.0, 2.0))
+                one, half = self._tried(step, 1.0), self._tried(step, 2.0)
             wrong = {name: one[name] for name in one if abs(one[name] - 2 * half[name]) > 0.01 * abs(one[name])}
-        except Exception:  # a backward in the loss may raise anything
+        except Exception:
+            # A backward in the loss may raise anything.
             if self._wrapper.kind_name != Wrapper.kind_name:
                 return
             fresh = [parameter for parameter in self._wrapper.parameters if parameter.grad is None]

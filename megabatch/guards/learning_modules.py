@@ -17,26 +17,29 @@ from megabatch.core.wrapper import Wrapper
 from megabatch.inspection.error_kinds import rank_of_process
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor
-from megabatch.torch_private.module_members import buffers_of, name_without_wrappers, own_parameters, transient_buffers
+from megabatch.torch_private.module_members import name_without_wrappers, transient_buffers
 from megabatch.torch_private.operations import is_fake
 
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Their statistics do not enter the outputs in training mode.
 HARMLESS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-MAX_CALLS = 8  # of new losses whose modules are looked at
-MAX_NAMES = 4  # in one warning
-MAX_COMPARED = 1 << 22  # elements of a buffer that is compared by value
+# Calls with new losses whose modules are looked at.
+MAX_CALLS = 8
+# Modules that a warning names.
+MAX_NAMES = 4
+# Elements of a buffer that is compared by value.
+MAX_COMPARED = 1 << 22
 
 
 class State(NamedTuple):
-    """A tensor of a module before a call."""
+    """The tensor ``key`` of a module before a call. ``values`` is a copy, or None where write counts decide."""
 
-    name: str  # of the module
+    name: str
     module: nn.Module
-    key: str  # of the tensor in the module
+    key: str
     tensor: Tensor
     writes: int
-    values: Tensor | None  # a copy, None where write counts decide
+    values: Tensor | None
 
 
 class LearningModules:
@@ -70,10 +73,8 @@ class LearningModules:
     def check(self) -> None:
         """Warn of the modules whose state has changed."""
         states, self._states = self._states, []
-        learning: dict[str, nn.Module] = {}
-        for state in states:
-            if state.name not in self._named and self._has_changed(state):
-                learning[state.name] = state.module
+        unnamed = [state for state in states if state.name not in self._named]
+        learning = {state.name: state.module for state in filter(self._has_changed, unnamed)}
         self._named.update(learning)
         if not learning or rank_of_process() != 0:
             return
@@ -98,21 +99,20 @@ class LearningModules:
                 yield State(name, module, "num_batches_tracked", counter, count_writes(counter), None)
             return
         transient = transient_buffers(module)
-        for key, buffer in buffers_of(module).items():
+        for key, buffer in module.named_buffers(recurse=False):
             # A number of steps or batches is a count, and a buffer that is not saved is a cache.
-            is_count = buffer is not None and buffer.numel() == 1 and not buffer.is_floating_point()
-            if buffer is None or is_count or key in transient or buffer.is_inference():
-                continue
-            values = buffer.clone() if _is_comparable(buffer) else None
-            yield State(name, module, key, buffer, count_writes(buffer), values)
+            is_count = buffer.numel() == 1 and not buffer.is_floating_point()
+            if not (is_count or key in transient or buffer.is_inference()):
+                values = buffer.clone() if _is_comparable(buffer) else None
+                yield State(name, module, key, buffer, count_writes(buffer), values)
         if not self._wrapper.forwards_meet:
-            for key, parameter in own_parameters(module).items():
-                if parameter is not None and not parameter.requires_grad and not parameter.is_inference():
+            for key, parameter in module.named_parameters(recurse=False):
+                if not (parameter.requires_grad or parameter.is_inference()):
                     yield State(name, module, key, parameter, count_writes(parameter), None)
 
     def _has_changed(self, state: State) -> bool:
         tensor = getattr(state.module, state.key, None) if state.key else state.tensor
-        if tensor is None or not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor):
             return False
         if state.values is not None:
             return not _are_equal(tensor, state.values)

@@ -8,7 +8,7 @@ import gc
 import types
 import weakref
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
 
@@ -27,22 +27,28 @@ from megabatch.inspection.loss_graph import find_functions, graph_leaves, graph_
 from megabatch.inspection.tree import each_leaf
 from megabatch.torch_private.classes import is_flat_parameter
 
-MAX_SEARCHED = 100_000  # objects of a batch, for a tensor that the loss has made trainable
+# Objects of a batch, for a tensor that the loss has made trainable.
+MAX_SEARCHED = 100_000
 NOT_SEARCHED = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, types.FrameType)
 
 
 class NewLossTrial:
     """Checks the losses that no call had before."""
 
-    is_open = False  # from the beginning of a call with a new loss to its end
+    # True from the beginning of a call with a new loss to its end.
+    is_open = False
 
     def __init__(self, wrapper: Wrapper, padding: Pad) -> None:
         self._wrapper, self._padding = wrapper, padding
         self._is_exact = not wrapper.replaces_gradients
-        self.tried: ByLoss[bool] = ByLoss()  # losses that have run a call -> whether they take the divisor
-        self._scaling: set[type] = set()  # functions whose backward is known to use its gradient
-        self._trying: Any = None  # the loss that this call checks; None if the check must be repeated
-        self._passing: list[weakref.ref[Tensor]] = []  # unknown leaves; each must die with its microbatch's graph
+        # For each loss that has run a call, True if it takes the divisor.
+        self.tried: ByLoss[bool] = ByLoss()
+        # Functions whose backward is known to use its gradient.
+        self._scaling: set[type] = set()
+        # The loss that this call checks; None if the check must be repeated.
+        self._trying: Any = None
+        # Unknown leaves; each must die with its microbatch's graph.
+        self._passing: list[weakref.ref[Tensor]] = []
         self._learning = LearningModules(wrapper)
 
     def begin(self) -> None:
@@ -73,14 +79,16 @@ class NewLossTrial:
         run.check_divided(step)
         random = random_state.note(wrapper.device)
         before = Receipt.of(wrapper.accumulating)
-        given = dict(step.microbatch) if isinstance(step.microbatch, Mapping) else {}  # the loss may pop its labels
+        # The loss may pop its labels.
+        given = dict(step.microbatch) if isinstance(step.microbatch, Mapping) else {}
         terms = run.terms_of(step)
         if not call.takes_divisor:
             check_unmoved(wrapper, before)
         self._check_reach(call, before, terms, [step.microbatch, *call.given])
         totals = [term.total for term in terms.values() if term.total.requires_grad]
         check_totals(self._padding.running_lengths, given, graph_nodes(totals))
-        del before  # which would keep gradients that a wrapper frees in its backward
+        # The receipt would keep gradients that a wrapper frees in its backward.
+        del before
         if self._uses_up(call, terms):
             random_state.put_back(random)
             terms = run.terms_of(step)
@@ -115,10 +123,15 @@ class NewLossTrial:
         if any(_is_trained(reference()) for reference in passing):
             # Only the collector frees a graph that a cycle keeps alive.
             gc.collect()
-        for leaf in (reference() for reference in passing):
-            if leaf is not None and _is_trained(leaf):
+        for reference in passing:
+            leaf = reference()
+            if _is_trained(leaf):
                 leaf.grad = None
-                raise _not_the_models(leaf)
+                raise LossContractError(
+                    f"the loss reaches a trainable tensor of shape {tuple(leaf.shape)} that is not the model's, whose "
+                    "gradient nobody would drop, divide or reduce; give [model, head] with the module that holds it, "
+                    "and the loss gets that list, or freeze it"
+                )
 
     def _uses_up(self, call: Call, terms: Mapping[str, Term]) -> bool:
         """Check new user-written autograd functions. Return True if there were any: the check uses up the graph.
@@ -138,23 +151,16 @@ class NewLossTrial:
                     f"the backward of {name_of_function(node)} gives the same gradient whatever its total is "
                     f"multiplied by, or adds to gradients itself. {DIVIDE}"
                 )
-            # A backward that returned no gradient says nothing, so that the next call checks again.
+            # A backward that returned no gradient says nothing, so that the next call checks again. Where forwards
+            # meet, all ranks must run the same number of them.
             if looks is None and not self._wrapper.forwards_meet:
                 self._trying = None
-            else:  # where forwards meet, all ranks must run the same number of them
+            else:
                 self._scaling.add(type(node))
         return True
 
 
-def _not_the_models(leaf: Tensor) -> LossContractError:
-    return LossContractError(
-        f"the loss reaches a trainable tensor of shape {tuple(leaf.shape)} that is not the model's, whose gradient "
-        "nobody would drop, divide or reduce; give [model, head] with the module that holds it, and the loss gets that "
-        "list, or freeze it"
-    )
-
-
-def _is_trained(leaf: Tensor | None) -> bool:
+def _is_trained(leaf: Tensor | None) -> TypeGuard[Tensor]:
     return leaf is not None and leaf.grad is not None
 
 
@@ -163,18 +169,18 @@ def _holds(inputs: object, leaf: Tensor) -> bool:
 
     A parameter counts only in mappings, lists and tuples: an object may refer to a module that nobody gave.
     """
-    is_among_leaves = False
-    opaque: list[Any] = []
+    leaves: list[Any] = []
 
-    def look(value: Any) -> Any:
-        nonlocal is_among_leaves
-        is_among_leaves = is_among_leaves or value is leaf
-        if not isinstance(value, Tensor):
-            opaque.append(value)
+    def note(value: Any) -> Any:
+        leaves.append(value)
         return value
 
-    each_leaf(inputs, look)
-    return is_among_leaves or (not isinstance(leaf, nn.Parameter) and _is_within(opaque, leaf))
+    each_leaf(inputs, note)
+    # Tensors compare by element.
+    if id(leaf) in map(id, leaves):
+        return True
+    opaque = [value for value in leaves if not isinstance(value, Tensor)]
+    return not isinstance(leaf, nn.Parameter) and _is_within(opaque, leaf)
 
 
 def _is_within(objects: list[Any], leaf: Tensor) -> bool:

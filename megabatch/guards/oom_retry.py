@@ -155,38 +155,36 @@ class OOMRetry:
 
     def _check(self, step: MicrobatchStep, rows: Rows, before: Receipt, num_sent: int | None, error: Exception) -> None:
         """Raise `MegabatchError` if a microbatch that did not fit cannot run in parts."""
-        ranks, why = self._wrapper.ranks, None
+        is_alone, is_local = self._wrapper.ranks.is_alone, self._wrapper.is_microbatch_local
         now = self._num_collectives()
         # After a collective, other ranks wait for the rest of the backward: a second try would not match theirs.
         sent = now is None or now != num_sent or is_of_backend(error)
-        if not ranks.is_alone and (sent or not self._wrapper.is_microbatch_local):
-            why = f"in which ranks wait for each other, {AGAIN}"
-        elif not self._wrapper.is_microbatch_local:
-            why = f"in which {self._wrapper.kind_name} reduces, {AGAIN}"
-        elif self._opened.keeps_cut is not None:
-            why = f"and {self._opened.keeps_cut}"
-        elif self._prepared.plan.shapes:
-            why = "and Shapes leaves it no other shape"
-        elif len({parameter.device for parameter in self._wrapper.parameters}) > 1:
-            why = f"whose parameters are on several devices, {AGAIN}"
-        elif _share_writes([gradient for gradient in before.gradients if gradient is not None]):
-            why = f"whose gradients are views of one tensor, {AGAIN}"
-        elif self._takes_divisor:
-            why = f"whose loss may run a backward of its own, {AGAIN}"
-        # A backward inside of the loss may have begun all parameters.
-        elif not self._lacking(step, _received(before)):
-            why = f"in which every parameter had some gradient, {AGAIN}"
-        elif len(rows) > 1 and not self._adds_up(step, rows):
+        devices = {parameter.device for parameter in self._wrapper.parameters}
+        obstacles = [
+            (not is_alone and (sent or not is_local), f"in which ranks wait for each other, {AGAIN}"),
+            (not is_local, f"in which {self._wrapper.kind_name} reduces, {AGAIN}"),
+            (self._opened.keeps_cut is not None, f"and {self._opened.keeps_cut}"),
+            (self._prepared.plan.shapes, "and Shapes leaves it no other shape"),
+            (len(devices) > 1, f"whose parameters are on several devices, {AGAIN}"),
+            (_share_writes(before.gradients), f"whose gradients are views of one tensor, {AGAIN}"),
+            (self._takes_divisor, f"whose loss may run a backward of its own, {AGAIN}"),
+            # A backward inside of the loss may have begun all parameters.
+            (not self._lacking(step, _received(before)), f"in which every parameter had some gradient, {AGAIN}"),
+        ]
+        why = next((reason for holds, reason in obstacles if holds), None)
+        if why is None and len(rows) > 1 and not self._adds_up(step, rows):
             why = f"whose weight is not the sum of its samples', {AGAIN}"
         if why is not None or len(rows) < 2:
             raise self._failure(step, rows, why or "", error) from error
 
     def _adds_up(self, step: MicrobatchStep, rows: Rows) -> bool:
         """Return True if the weights of the halves add up to the weight that was announced to the ranks."""
-        weights = [_take_part(self._prepared.samples, half, self._weigh)[1] for half in split_in_halves(rows)]
-        if any(weight.keys() != step.announced.keys() for weight in weights):
-            return False
-        sums = {name: sum(weight[name] for weight in weights) for name in step.announced}
+        sums: Counter[str] = Counter()
+        for half in split_in_halves(rows):
+            _, weights, _ = _take_part(self._prepared.samples, half, self._weigh)
+            if weights.keys() != step.announced.keys():
+                return False
+            sums.update(weights)
         return all(abs(sums[name] - weight) <= WEIGHT_TOLERANCE * weight for name, weight in step.announced.items())
 
     def _check_part(self, step: PartStep, before: Receipt, num_sent: int | None) -> None:
@@ -228,11 +226,11 @@ class OOMRetry:
         return failure
 
 
-def _share_writes(tensors: Sequence[Tensor]) -> bool:
-    """Return True if tensors share memory, so that a write to one counts for another, as in DDP's buckets."""
+def _share_writes(gradients: Sequence[Tensor | None]) -> bool:
+    """Return True if gradients share memory, so that a write to one counts for another, as in DDP's buckets."""
     # Sparse gradients have no storage of their own, and a write to one never reaches another.
-    dense = [local(tensor) for tensor in tensors if tensor.layout == torch.strided]
-    return len({tensor.untyped_storage().data_ptr() for tensor in dense}) < len(dense)
+    dense = [local(gradient) for gradient in gradients if gradient is not None and gradient.layout == torch.strided]
+    return len({gradient.untyped_storage().data_ptr() for gradient in dense}) < len(dense)
 
 
 def _wanted(step: MicrobatchStep) -> Sequence[nn.Parameter] | None:

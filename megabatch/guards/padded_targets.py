@@ -68,7 +68,8 @@ def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, n
         nodes: The nodes of the totals' graph.
     """
     names = [name for name in lengths if isinstance(microbatch.get(name), Tensor) and not name.endswith(BESIDE_TOKENS)]
-    padded = {name: lengths[name] for name in names if not microbatch[name].is_meta}  # a meta tensor has no values
+    # A meta tensor has no values.
+    padded = {name: lengths[name] for name in names if not microbatch[name].is_meta}
     if not padded:
         return
     for node in nodes:
@@ -82,17 +83,18 @@ def check_totals(lengths: Mapping[str, Sequence[int]], microbatch: Microbatch, n
             counted = CountedPadding(name, targets.flatten(), is_padding & are_counted.flatten(), ignored)
             if reduction_of(node):
                 counted.refuse()
-            else:  # a mask of the user's may leave padding out
+            else:
+                # A mask of the user's may leave padding out.
                 node.register_prehook(counted.refuse_gradients)
 
 
 class CountedPadding(NamedTuple):
-    """Padded elements of a key among the targets of a loss of torch."""
+    """Padded elements of a key among the targets of a loss of torch, which leaves out the value ``ignored``, if any."""
 
     name: str
     targets: Tensor  # [N]
     counted: Tensor  # [N], bool
-    ignored: int | None  # the value that the loss leaves out; None: it leaves out none
+    ignored: int | None
 
     def refuse(self) -> None:
         """Raise `LossContractError` if there is any."""
@@ -118,7 +120,8 @@ def _find_padding(targets: Tensor, value: Tensor, lengths: Sequence[int]) -> Ten
     The targets may lack the first or the last columns of the key, as those of next tokens do.
     """
     num_rows, num_columns = value.shape[:2]
-    if num_rows != len(lengths):  # a part of a microbatch that did not fit in memory
+    # A part of a microbatch that did not fit in memory has fewer rows.
+    if num_rows != len(lengths):
         return None
     columns, remainder = divmod(targets.numel() * num_columns, max(value.numel(), 1))
     # Fewer columns, such as the classes of whole samples, may be equal by chance.

@@ -467,7 +467,6 @@ class _Run:
         """Run all microbatches of a call through the stages of this rank, with their inputs on the device at once."""
         pipeline, ledger = cast(Pipeline, wrapper.pipeline), self._ledger
         batches: list[Any] = []
-        returned_terms: list[Any] = []  # what the losses return, until the call ends
         for index in range(num):
             ledger.enter_phase(phase_of(Action(INPUTS, pipeline.indices[0], index)), "activations")
             batches.append(make_batch())
@@ -480,8 +479,7 @@ class _Run:
             def model(*_: object, **__: object) -> Any:
                 return answer
 
-            returned_terms.append(returned := loss_fn(model, batches[index]))
-            return _sum_totals(returned) * wrapper.loss_factor
+            return _sum_totals(loss_fn(model, batches[index])) * wrapper.loss_factor
 
         inputs = in_one_shape([_record_inputs(loss_fn, batch) for batch in batches])
         ledger.enter_phase(SCHEDULE, "communication")  # a new one allocates what is going to be received
