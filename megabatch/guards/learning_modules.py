@@ -25,10 +25,8 @@ BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 HARMLESS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 # Calls with new losses whose modules are looked at.
 MAX_CALLS = 8
-# Modules that a warning names.
 MAX_NAMES = 4
-# Elements of a buffer that is compared by value.
-MAX_COMPARED = 1 << 22
+MAX_COMPARED_ELEMENTS = 1 << 22
 
 
 class State(NamedTuple):
@@ -124,7 +122,7 @@ class LearningModules:
 def _is_comparable(buffer: Tensor) -> bool:
     """Return True for a buffer whose values may be read without waiting."""
     is_plain = buffer.layout == torch.strided and not is_dtensor(buffer) and not is_fake(buffer)
-    return is_plain and buffer.device.type == "cpu" and buffer.numel() <= MAX_COMPARED
+    return is_plain and buffer.device.type == "cpu" and buffer.numel() <= MAX_COMPARED_ELEMENTS
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:

@@ -27,8 +27,7 @@ from megabatch.inspection.loss_graph import find_functions, graph_leaves, graph_
 from megabatch.inspection.tree import each_leaf
 from megabatch.torch_private.classes import is_flat_parameter
 
-# Objects of a batch, for a tensor that the loss has made trainable.
-MAX_SEARCHED = 100_000
+MAX_SEARCHED_OBJECTS = 100_000
 NOT_SEARCHED = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, types.FrameType)
 
 
@@ -186,7 +185,7 @@ def _holds(inputs: object, leaf: Tensor) -> bool:
 def _is_within(objects: list[Any], leaf: Tensor) -> bool:
     """Return True if objects of classes that pytree does not know, such as graphs, refer to a tensor."""
     pending, visited = objects, set[int]()
-    while pending and len(visited) < MAX_SEARCHED:
+    while pending and len(visited) < MAX_SEARCHED_OBJECTS:
         value = pending.pop()
         if value is leaf:
             return True

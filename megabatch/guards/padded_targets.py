@@ -18,7 +18,7 @@ from megabatch.inspection.sample_kinds import shape_of
 from megabatch.planning.plan import Plan
 from megabatch.torch_private.loss_nodes import CROSS_ENTROPIES, DIFFERENCES, reduction_of, targets_of
 
-MAX_COMPARED = 8  # samples
+MAX_COMPARED_SAMPLES = 8
 NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)
 """Ends of keys whose padding no weight counts."""
 
@@ -34,7 +34,7 @@ def check_weights(samples: Samples, plan: Plan, hooks: LossHooks) -> bool:
     if not several or samples.batching.is_collated_by_user or not samples.is_list:
         return False
     rows = max(several, key=lambda rows: max(map(lengths.__getitem__, rows)) - min(map(lengths.__getitem__, rows)))
-    rows = (*rows[: MAX_COMPARED // 2], *rows[MAX_COMPARED // 2 :][-MAX_COMPARED // 2 :])
+    rows = (*rows[: MAX_COMPARED_SAMPLES // 2], *rows[MAX_COMPARED_SAMPLES // 2 :][-MAX_COMPARED_SAMPLES // 2 :])
     ragged = _find_ragged_keys([samples.one_view(row) for row in rows])
     if not ragged:
         return False

@@ -155,7 +155,6 @@ class Pipeline(SelfWrapped):
         # The first error of the last call, with its stage.
         self.failure: tuple[int, Exception] | None = None
         self.ranks_meet = False
-        # That of the last stage's output.
         self.structure: pytree.TreeSpec | None = None
         # By shape and number of microbatches, the last used at the end.
         self._schedules: OrderedDict[object, Any] = OrderedDict()
@@ -392,12 +391,14 @@ def check_stage(stage: nn.Module, schedule: str) -> None:
         )
     if any(map(is_fsdp1, wrapped.modules())):
         raise PlanError("a stage is wrapped by FSDP1, which a pipeline cannot hold back; use FSDP2's fully_shard")
-    if isinstance(stage, DistributedDataParallel) and SCHEDULES[schedule].splits:
+    if not isinstance(stage, DistributedDataParallel):
+        return
+    if SCHEDULES[schedule].splits:
         raise PlanError(
             f"{schedule} computes gradients without the hooks by which DDP reduces; wrap the stages with fully_shard "
             "or replicate, or choose 1F1B"
         )
-    if isinstance(stage, DistributedDataParallel) and stage.static_graph:
+    if stage.static_graph:
         raise PlanError(
             "DDP with static_graph reduces in its first backward, which a pipeline holds back; leave static_graph out"
         )

@@ -59,7 +59,6 @@ def is_outer_wrapper(module: nn.Module) -> bool:
 
 def refuse_torchscript(model: nn.Module) -> None:
     """Refuse a model that takes no hooks."""
-    # DDP has the model in its attribute ``module``.
     for module in (model, getattr(model, "module", None)):
         if isinstance(module, torch.jit.ScriptModule):
             raise PlanError(

@@ -128,7 +128,6 @@ def wrap_stages(model: Any, mesh: DeviceMesh | None) -> Wrapper:
 def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:
     sharded = next(filter(is_dtensor, model.parameters()), None)
     if mesh is None and sharded is not None:
-        # The model is tensor parallel without a data axis, or with one that no parameter shows.
         mesh = _root(sharded.device_mesh)
         if mesh is None or mesh.size() < dist.get_world_size():
             raise PlanError(

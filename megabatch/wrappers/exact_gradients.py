@@ -50,7 +50,6 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     from the largest gradient of all ranks and the number of elements. What it cuts off is rounded to a finer grid, and
     so on to 40 bits below the largest square, since the small squares of a large model may outweigh its largest.
     """
-    # By the groups that hold the other shards.
     sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:

@@ -80,7 +80,7 @@ class ExpertParallelWrapper(OrderedWrapper):
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         with contextlib.ExitStack() as hooks:
             for number, layer in enumerate(self._layers.values()):
-                hooks.enter_context(layer.register_forward_pre_hook(partial(self._meet_forward, 2 * number)))
+                hooks.enter_context(layer.register_forward_pre_hook(partial(self._meet, 2 * number)))
                 hooks.enter_context(layer.register_forward_hook(partial(self._watch_backward, 2 * number + 1)))
             with self._watch.of_first_microbatch():
                 yield
@@ -110,16 +110,13 @@ class ExpertParallelWrapper(OrderedWrapper):
     def discard(self) -> None:
         self.collective_order.reset()
 
-    def _meet_forward(self, number: int, *_: object) -> None:
+    def _meet(self, number: int, *_: object) -> None:
         self.meet(number)
 
     def _watch_backward(self, number: int, _layer: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._meet_backward, number))
-
-    def _meet_backward(self, number: int, _gradient: Tensor) -> None:
-        self.meet(number)
+                tensor.register_hook(partial(self._meet, number))
 
     def _check_replicas(self, expert_rank: int) -> None:
         """Compare the weights of experts between the ranks that hold the same ones."""
@@ -131,8 +128,8 @@ class ExpertParallelWrapper(OrderedWrapper):
             # A rank whose own copies agree names the first expert.
             name, _ = experts[min(places, default=0)]
             raise PlanError(
-                f"parameter {name!r} has other weights on ranks that hold the "
-                "same experts; seed all ranks alike before the model is made, or load one checkpoint on all"
+                f"parameter {name!r} has other weights on ranks that hold the same experts; seed all ranks alike "
+                "before the model is made, or load one checkpoint on all"
             )
 
 

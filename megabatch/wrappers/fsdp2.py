@@ -78,7 +78,7 @@ class FSDP2Wrapper(OrderedWrapper):
         self._groups = param_groups(modules)
         self.device = self._groups[0].device
         # FSDP2 fixes at wrapping which parameters it reduces.
-        self._trained = [parameter.requires_grad for parameter in model.parameters()]
+        self._trained = list(map(REQUIRES_GRAD, model.parameters()))
         self._has_shards = any(hasattr(group.mesh_info, "shard_process_group") for group in self._groups)
         self._has_replicas = any(hasattr(group.mesh_info, "replicate_process_group") for group in self._groups)
         self._choices = SHARDED_CHOICES
@@ -99,7 +99,7 @@ class FSDP2Wrapper(OrderedWrapper):
         super().accumulate_in(wide)
 
     def check_unchanged(self) -> None:
-        if [parameter.requires_grad for parameter in self._model.parameters()] != self._trained:
+        if list(map(REQUIRES_GRAD, self._model.parameters())) != self._trained:
             raise PlanError(CHANGED)
         if any(map(finalizes_by_hand, self._modules)):
             raise PlanError(
@@ -114,7 +114,7 @@ class FSDP2Wrapper(OrderedWrapper):
 
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:
-        return [*self.parameters, *(parameter for group in self._groups for parameter in unsharded_parameters(group))]
+        return [*self.parameters, *chain.from_iterable(map(unsharded_parameters, self._groups))]
 
     @property
     def is_microbatch_local(self) -> bool:
@@ -201,10 +201,11 @@ class FSDP2Wrapper(OrderedWrapper):
         return reducing_in_one_dtype(self._groups) if self._casts else contextlib.nullcontext()
 
     def describe_collective(self, number: int) -> str:
-        place = number & 0xFFFFFFFF
-        is_own = number >= 0 and number >> 32 == self.index
-        of = f" of {name_of_group(self._groups[place // 2])}" if is_own else ""
-        return super().describe_collective(number) + of
+        description = super().describe_collective(number)
+        # Another model of a list, or `END`, has no group here.
+        if number >> 32 != self.index:
+            return description
+        return f"{description} of {name_of_group(self._groups[(number & 0xFFFFFFFF) // 2])}"
 
     def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:
         for module in self._modules:

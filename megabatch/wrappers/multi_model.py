@@ -24,11 +24,11 @@ class MultiModelWrapper(OrderedWrapper):
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise PlanError("two of the models share a parameter, which would be reduced twice; give each to one model")
         # One loss has one factor and one norm, so all models must be reduced alike.
-        first = wrappers[0]
-        if any(_kind(wrapper) != _kind(first) for wrapper in wrappers):
-            kinds = ", ".join(wrapper.kind_name for wrapper in wrappers)
+        first, kinds = wrappers[0], list(map(_kind, wrappers))
+        if kinds.count(kinds[0]) < len(kinds):
+            names = ", ".join(wrapper.kind_name for wrapper in wrappers)
             raise PlanError(
-                f"the models are wrapped in ways that do not go together ({kinds}); wrap all alike, over the same ranks"
+                f"the models are wrapped in ways that do not go together ({names}); wrap all alike, over the same ranks"
             )
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups

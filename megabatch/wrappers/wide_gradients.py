@@ -33,7 +33,7 @@ class WideGradients(Gradients):
         self.widens = bool(self._widened)
         refuse_float16([("accumulate_dtype", dtype)])
         for parameter in self._widened:
-            if dtype is None or not dtype.is_floating_point or is_coarser(dtype, [parameter.dtype]):
+            if not cast(torch.dtype, dtype).is_floating_point or is_coarser(dtype, [parameter.dtype]):
                 raise PlanError(
                     f"accumulate_dtype is {dtype}, coarser than parameters in {parameter.dtype}; leave it out, or give "
                     "a finer one"
