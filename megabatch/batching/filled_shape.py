@@ -17,15 +17,15 @@ FILLED = {"input_ids", "labels", "shift_labels", *OTHERS}
 
 def stretched_keys(columns: Mapping[str, list[Tensor]], length: int) -> list[str]:
     """Return the keys that have a value for each token, which are padded to ``length``."""
-    names = [name for name, values in columns.items() if values[0].ndim]
-    lengths = [len(value) for value in columns[names[0]]] if names else []
-    for name in names:
-        if [len(value) for value in columns[name]] != lengths or max(lengths) > length:
+    lengths = {name: list(map(len, values)) for name, values in columns.items() if values[0].ndim}
+    first = next(iter(lengths), "")
+    for name in lengths:
+        if lengths[name] != lengths[first] or max(lengths[name]) > length:
             raise PlanError(
                 f"Shapes pads samples to {length} tokens, and {name!r} of a sample has another number of entries than "
-                f"its {names[0]!r}; leave Shapes out"
+                f"its {first!r}; leave Shapes out"
             )
-    return [name for name in names if min(lengths) < length]
+    return [name for name in lengths if min(lengths[name]) < length]
 
 
 def without_labels(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,4 +46,4 @@ def without_labels(sample: Mapping[str, Any]) -> dict[str, Any]:
                 f"Shapes fills microbatches up with {name} of {IGNORED_LABEL}, and those of samples are "
                 f"{values.dtype}; give signed whole numbers, or leave Shapes out"
             )
-    return {**tensors, **{name: torch.full_like(values, IGNORED_LABEL) for name, values in labels.items()}}
+    return tensors | {name: torch.full_like(values, IGNORED_LABEL) for name, values in labels.items()}

@@ -13,8 +13,10 @@ from megabatch.core.right_padding import holds_tokens, is_label
 from megabatch.errors import LossContractError
 from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts, with_config
 
-DECODER = "decoder_"  # of inputs of a decoder, whose tokens see no padding on their right
-MASKS = re.compile(r"(^|_)(mask|masks|position_ids|token_type_ids)(_|$)")  # keys that are no input by themselves
+# Inputs of a decoder begin so. Its tokens see no padding on their right.
+DECODER = "decoder_"
+# Keys that are no input by themselves.
+MASKS = re.compile(r"(^|_)(mask|masks|position_ids|token_type_ids)(_|$)")
 Form = tuple[int, int, bool]
 
 
@@ -65,9 +67,10 @@ class MadeMasks:
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """Note the tensors of the microbatch that runs next; none if it has no padding."""
-        padded = [value for value in tensors if value in self._unreadable]
-        unpadded = [value for value in tensors if value not in self._unreadable] if padded else []
-        self._running = RunningMicrobatch(set(map(_form, padded)), set(map(_form, unpadded)))
+        self._running = RunningMicrobatch(set(), set())
+        for value in tensors:
+            forms = self._running.padded if value in self._unreadable else self._running.unpadded
+            forms.add(_form(value))
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
@@ -76,9 +79,8 @@ class MadeMasks:
         def look(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
             if not self._running.padded or len(placed) > 1 or named.get(MASK) is not None:
                 return
-            main = next(
-                (named[name] for name in self._facts.main_inputs if name in named), placed[0] if placed else None
-            )
+            inputs = [named[name] for name in self._facts.main_inputs if name in named]
+            main = next(iter((*inputs, *placed)), None)
             if isinstance(main, Tensor) and main.ndim > 1 and self._running.pads(main):
                 raise LossContractError(
                     f"samples are padded and the loss gives {type(with_config(model)).__name__} no attention_mask, so "
@@ -86,13 +88,13 @@ class MadeMasks:
                     'X_input_ids "X_attention_mask"), which is made where the model takes it, or give each sample one'
                 )
 
-        hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in self._facts.watched]
-        try:
-            yield
-        finally:
-            self._running = RunningMicrobatch(set(), set())
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as hooks:
+            for module in self._facts.watched:
+                hooks.enter_context(module.register_forward_pre_hook(look, with_kwargs=True))
+            try:
+                yield
+            finally:
+                self._running = RunningMicrobatch(set(), set())
 
 
 class RunningMicrobatch(NamedTuple):

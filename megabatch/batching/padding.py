@@ -27,10 +27,11 @@ from megabatch.core.right_padding import (
 from megabatch.core.samples import Microbatch
 from megabatch.errors import PlanError
 from megabatch.inspection.mixing_causes import is_read, refuse_mixing
-from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts
+from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts, text_config_of
 from megabatch.torch_private.operations import is_fake
 
-PATCHES_BY_GRID = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # as Qwen-VL has them
+# As Qwen-VL has them.
+PATCHES_BY_GRID = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 
 
 class Padding(RightPad):
@@ -90,16 +91,9 @@ class Padding(RightPad):
             if name in joined:
                 microbatch[name] = join_rows(name, values)
                 continue
-            fill = self.fills.get(name)
-            if name in ragged and holds_tokens(name):
-                if self.facts.looks_for_pads:
-                    from megabatch.batching.pad_seekers import check_fill
-
-                    check_fill(self.facts.name, self._pad_token, name, fill)
-                fill = self._pad_token if fill is None else fill
-                fill = 0 if fill is None else fill
+            fill = self._fill_of_tokens(name) if name in ragged and holds_tokens(name) else self.fills.get(name)
             microbatch[name] = stack_padded(name, values, fill, length)
-        main = next((name for name in self.facts.main_inputs if name in microbatch), None)
+        main = next(filter(microbatch.__contains__, self.facts.main_inputs), None)
         if self.facts.mixing and ragged:
             inputs = [name for name in microbatch if name == main or is_read(self.facts.models, name, main)]
             refuse_mixing(self.facts.mixing, {name: microbatch[name] for name in inputs if name in ragged})
@@ -109,6 +103,15 @@ class Padding(RightPad):
             self._lengths[microbatch[name]] = list(map(len, columns[name]))
         self.check(microbatch)
         return microbatch
+
+    def _fill_of_tokens(self, name: str) -> float:
+        """Return the padding value of tokens. Raises `PlanError` for one that the model does not look for."""
+        fill = self.fills.get(name)
+        if self.facts.looks_for_pads:
+            from megabatch.batching.pad_seekers import check_fill
+
+            check_fill(self.facts.name, self._pad_token, name, fill)
+        return fill if fill is not None else self._pad_token or 0
 
     def expect(self, microbatch: Microbatch) -> None:
         """Note the microbatch that runs next, before it is moved."""
@@ -138,9 +141,10 @@ class Padding(RightPad):
         ids = microbatch.get(IDS) if isinstance(microbatch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.is_floating_point() or not ids.numel():
             return
-        if is_fake(ids) or len(self.facts.models) != 1:  # which of several models reads them is not known
+        # It is not known which of several models reads them.
+        if is_fake(ids) or len(self.facts.models) != 1:
             return
-        if self.facts.vocab_size is not None and int(ids.max()) >= self.facts.vocab_size:
+        if self.facts.vocab_size is not None:
             beyond = set(ids[ids >= self.facts.vocab_size].tolist()) - self.facts.placeholders
             if beyond:
                 raise PlanError(
@@ -163,17 +167,16 @@ class Padding(RightPad):
         """The pad token of the configs. Read anew each time: it is often set after the model is made."""
         pad_tokens: set[int] = set()
         for model in self.facts.models:
-            config: Any = model.config
-            text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None
+            configs = model.config, text_config_of(model.config)
             # A model without one has None, or -1.
-            named = (getattr(model_config, "pad_token_id", None) for model_config in (config, text))
+            named = (getattr(config, "pad_token_id", None) for config in configs)
             pad_tokens.update([token for token in named if isinstance(token, int) and token >= 0][:1])
         if len(pad_tokens) > 1 and IDS not in self.fills:
             raise PlanError(
                 f"the models have the pad tokens {sorted(pad_tokens)}, and samples are padded for all; say "
                 'batching=Padded({"input_ids": ...})'
             )
-        return next(iter(pad_tokens), None) if len(pad_tokens) < 2 else None
+        return pad_tokens.pop() if len(pad_tokens) == 1 else None
 
 
 def _joined_keys(columns: Mapping[str, list[Tensor]]) -> set[str]:

@@ -13,7 +13,7 @@ import inspect
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.core.samples import Batching, Microbatch, Samples
 from megabatch.errors import LossContractError, PlanError
-from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, with_config
+from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, text_config_of, with_config
 from megabatch.inspection.odd_values import to_dense_tensor
 from megabatch.inspection.tree import to_device
 from megabatch.planning.partition import plan_share
@@ -31,9 +31,12 @@ from megabatch.planning.plan import CostModel, Plan
 from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.module_members import forward_hooks
 
-LEAST_SAVING = 0.05  # of what a tree's samples cost apart; a prediction is not better than that
-KNOWN_HOOKS = ("megabatch", "torch", "transformers", "accelerate", "peft")  # their hooks hand no hidden states on
-HANDED_ON = {IDS, "use_cache", "return_dict"}  # inputs of the model that a tree leaves as they are
+# Share of the cost of a tree's samples apart; a prediction is not better than that.
+LEAST_SAVING = 0.05
+# The hooks of these packages hand no hidden states on.
+KNOWN_HOOKS = ("megabatch", "torch", "transformers", "accelerate", "peft")
+# Inputs of the model that a tree leaves as they are.
+HANDED_ON = {IDS, "use_cache", "return_dict"}
 # By the tokens of a microbatch on its device: its trees, None where there are none, and the writes to it so far.
 _TREES = WeakTensorKeyDictionary()
 
@@ -98,8 +101,8 @@ class SharedPrefix(Batching):
             trees += find_trees({row: ids[row] for row in rows}, price, limit)
         cut: list[tuple[int, ...]] = []
         for number in _cut([tree.num_tokens for tree in trees], max_tokens, cost):
-            cut.append(tuple(row for tree in number for row in trees[tree].rows))
-        alone = sorted(set(range(len(ids))) - {row for rows in cut for row in rows})
+            cut.append(tuple(chain.from_iterable(trees[tree].rows for tree in number)))
+        alone = sorted(set(range(len(ids))).difference(*cut))
         for rows in _cut([min(len(ids[row]), max_tokens) for row in alone], max_tokens, cost):
             cut.append(tuple(alone[row] for row in rows))
         shared = [0] * len(ids)
@@ -261,7 +264,7 @@ def find_trees(ids: Mapping[int, np.ndarray], cost: CostModel, max_tokens: int) 
         nested[-1][1].append(row)
         while nested[-1][0] > shared:
             prefix, rows, inside = nested.pop()
-            taken = {row for tree in inside for row in tree.rows}
+            taken = set(chain.from_iterable(tree.rows for tree in inside))
             trees = inside + _grow(prefix, [row for row in rows if row not in taken], lengths, cost, max_tokens)
             joined = _grow(prefix, rows, lengths, cost, max_tokens) if inside else trees
             if nested[-1][0] < shared:
@@ -395,8 +398,7 @@ def _gathered(layout: Layout, output: Any) -> Any:
 def is_eager(model: Any) -> bool:
     """Return True if attention adds its mask, False if it takes a boolean one. Raises `PlanError` for other kinds."""
     config: Any = getattr(with_config(model), "config", None)
-    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None
-    kind = getattr(text, "_attn_implementation", None)
+    kind = getattr(text_config_of(config), "_attn_implementation", None)
     if kind not in ("sdpa", "eager"):
         raise PlanError(
             f"SharedPrefix is given and the model's attention is {kind!r}, which takes no mask of trees; choose "
@@ -409,11 +411,13 @@ def _refuse_dropout(model: nn.Module) -> None:
     """Raise `PlanError` for a model that drops anything: samples would draw the same numbers for their prefix."""
     dropouts: list[str] = []
     for module in model.modules():
-        if module.training and "Dropout" in type(module).__name__ and getattr(module, "p", 0):
+        if not module.training:
+            continue
+        if "Dropout" in type(module).__name__ and getattr(module, "p", 0):
             dropouts.append(type(module).__name__)
-        if module.training:  # models hand the rates of attention and layers on as numbers
-            rates = [(name, rate) for name, rate in vars(module).items() if "drop" in name and type(rate) is float]
-            dropouts += [name for name, rate in rates if rate]
+        # Models hand the rates of attention and layers on as numbers.
+        rates = {name: rate for name, rate in vars(module).items() if type(rate) is float}
+        dropouts += [name for name, rate in rates.items() if rate and "drop" in name]
     if dropouts:
         raise PlanError(
             f"samples share a prefix and the model has dropout ({dropouts[0]}), for which they would draw one number; "

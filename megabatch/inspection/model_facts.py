@@ -195,7 +195,13 @@ def with_config(model: Any) -> Any:
 def list_configs(model: nn.Module) -> list[Any]:
     """Return the configs of a transformers model and of its text part; none for another model."""
     config: Any = getattr(with_config(model), "config", None)
-    return [config, config.get_text_config()] if callable(getattr(config, "get_text_config", None)) else []
+    text_config = text_config_of(config)
+    return [] if text_config is None else [config, text_config]
+
+
+def text_config_of(config: Any) -> Any:
+    """Return the config of the text part, of the config of a transformers model; None for any other value."""
+    return config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None
 
 
 def is_causal(model: Any, *, with_experts: bool = False) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
 from megabatch.inspection.mesh_axes import is_expert
-from megabatch.inspection.model_facts import input_embeddings, output_embeddings, with_config
+from megabatch.inspection.model_facts import input_embeddings, output_embeddings, text_config_of, with_config
 from megabatch.torch_private.autograd import hooks_after_grad
 from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2
 from megabatch.torch_private.module_members import forward_pre_hooks, is_given_to_replicate
@@ -71,8 +71,7 @@ def check_tied(model: nn.Module) -> None:
     """Refuse embeddings of a transformers model that are to be one parameter and were sharded as two."""
     inner = with_config(model)
     config = getattr(inner, "config", None)
-    text = getattr(config, "get_text_config", None)
-    configs = [config, text() if callable(text) else None]
+    configs = config, text_config_of(config)
     if not any(getattr(candidate, "tie_word_embeddings", False) is True for candidate in configs):
         return
     first = getattr(input_embeddings(inner), "weight", None)

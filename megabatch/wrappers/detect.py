@@ -168,7 +168,7 @@ def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, wrapper
 def _summing_ranks(mesh: DeviceMesh) -> set[int]:
     """Return the ranks along the mesh's data and context axes: weights are summed over them, and so are gradients."""
     # Only ranks of the mesh come here, so that each has a coordinate in it.
-    place: list[Any] = list(mesh.get_coordinate() or ())
+    place: list[Any] = list(cast(Any, mesh.get_coordinate()))
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
         if name in DATA_AXES + CONTEXT_AXES:
             place[axis] = slice(None)
