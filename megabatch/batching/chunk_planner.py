@@ -190,12 +190,12 @@ class ChunkPlanner(MicrobatchPlanner):
     ) -> tuple[tuple[int, ...], ...]:
         """Return the microbatches with chunks first, those of the longest sample before others."""
 
-        def place(rows: tuple[int, ...]) -> tuple[int, int, int]:
-            chunk = cast(Chunk, chunks[rows[0]])
-            return -chunk.length, chunk.sample, -chunk.number if self.trains else chunk.number
+        def place(rows: tuple[int, ...]) -> tuple[int, ...]:
+            chunk = chunks[rows[0]]
+            # Lengths are positive, so that the short samples come last and keep their order.
+            return (0,) if chunk is None else (-chunk.length, chunk.sample, chunk.number * (-1 if self.trains else 1))
 
-        cut_rows = [rows for rows in microbatches if chunks[rows[0]] is not None]
-        return *sorted(cut_rows, key=place), *(rows for rows in microbatches if chunks[rows[0]] is None)
+        return tuple(sorted(microbatches, key=place))
 
     def fitted(self, plan: Plan, samples: Samples) -> Plan:
         """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
@@ -203,9 +203,8 @@ class ChunkPlanner(MicrobatchPlanner):
         if not isinstance(samples, ChunkedSamples):
             return fitted
         alone = {rows[0] for rows in fitted.microbatches if len(rows) == 1}
-        if plan.samples != tuple(samples.numbers) or any(
-            chunk is not None and row not in alone for row, chunk in enumerate(chunks)
-        ):
+        chunk_rows = {row for row, chunk in enumerate(chunks) if chunk is not None}
+        if plan.samples != tuple(samples.numbers) or not chunk_rows <= alone:
             raise PlanError("plan is of samples that are cut into other chunks; give last_plan of the same samples")
         return replace(fitted, microbatches=self._in_order(fitted.microbatches, chunks))
 
@@ -344,14 +343,12 @@ class _ChunkRunner:
             detached = {name: Term(term.total.detach(), term.weight) for name, term in terms.items()}
             return torch.stack(totals).sum() if totals else None, detached
 
-        counting, self._wrapper.is_counting = self._wrapper.is_counting, False
-        trial = ChunkTrial(self._model)
+        trial, chunk_tokens = ChunkTrial(self._model), -(-length // 3) + OVERLAP
+        random = random_state.note(self._wrapper.device)
         try:
-            with random_state.replay(random_state.note(self._wrapper.device)), self._wrapper.without_reduction():
-                chunk_tokens = -(-length // 3) + OVERLAP
+            with self._not_counting(), random_state.replay(random), self._wrapper.without_reduction():
                 uncut, chunked = trial.run(call, length, chunk_tokens)
         finally:
-            self._wrapper.is_counting = counting
             if self._wrapper.forwards_meet:
                 self._wrapper.reshard()
         if gives_terms:
