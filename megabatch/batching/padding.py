@@ -27,7 +27,7 @@ from megabatch.core.right_padding import (
 from megabatch.core.samples import Microbatch
 from megabatch.errors import PlanError
 from megabatch.inspection.mixing_causes import is_read, refuse_mixing
-from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts, text_config_of
+from megabatch.inspection.model_facts import IDS, MASK, POSITIONS, ModelFacts
 from megabatch.torch_private.operations import is_fake
 
 # As Qwen-VL has them.
@@ -167,9 +167,10 @@ class Padding(RightPad):
         """The pad token of the configs. Read anew each time: it is often set after the model is made."""
         pad_tokens: set[int] = set()
         for model in self.facts.models:
-            configs = model.config, text_config_of(model.config)
+            config: Any = model.config
+            text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None
             # A model without one has None, or -1.
-            named = (getattr(config, "pad_token_id", None) for config in configs)
+            named = (getattr(model_config, "pad_token_id", None) for model_config in (config, text))
             pad_tokens.update([token for token in named if isinstance(token, int) and token >= 0][:1])
         if len(pad_tokens) > 1 and IDS not in self.fills:
             raise PlanError(
