@@ -39,13 +39,18 @@ from megabatch.inspection.error_kinds import (
 )
 from megabatch.torch_private.process_groups import default_store, groups_of_process
 
-NUMBER, TOLD, HEARD = "megabatch: broadcasts", "megabatch: told", "megabatch: heard"  # keys of the store
-KINDS: dict[str, type[MegabatchError]] = {"loss": LossContractError, "plan": PlanError}  # others: MegabatchError
-STORE_FAILS = (RuntimeError, ValueError)  # it went away with the rank that held it, or with the process group
-SECONDS_TO_LOOK = 0.5  # from one look into the store to the next
-SECONDS_TO_ANSWER = 1.0  # which the store has
-SECONDS_TO_HEAR = 5.0  # which a rank gives the others before it leaves, since the store may be in its process
-SECONDS_TO_WAKE = 3.0  # after which a collective that has not broken by itself is aborted
+# Keys of the store.
+NUMBER, TOLD, HEARD = "megabatch: broadcasts", "megabatch: told", "megabatch: heard"
+# Other errors are a MegabatchError.
+KINDS: dict[str, type[MegabatchError]] = {"loss": LossContractError, "plan": PlanError}
+# The store goes away with the rank that holds it, or with the process group.
+STORE_FAILS = (RuntimeError, ValueError)
+SECONDS_TO_LOOK = 0.5
+SECONDS_TO_ANSWER = 1.0
+# A rank gives the others this long before it leaves, since the store may be in its process.
+SECONDS_TO_HEAR = 5.0
+# A collective that has not broken by itself is aborted after this.
+SECONDS_TO_WAKE = 3.0
 
 
 class ErrorBroadcast(ErrorGuard):
@@ -57,10 +62,13 @@ class ErrorBroadcast(ErrorGuard):
     def __init__(self, ranks: DataRanks, device: torch.device) -> None:
         super().__init__(ranks)
         self._device = device
-        self._heard: str | None = None  # the received message
+        # The received message.
+        self._heard: str | None = None
         self._is_listening = False
-        self._num_survived = 0  # errors of bodies that ranks have told each other, after which a program may go on
-        self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
+        # Errors of bodies that ranks have told each other, after which a program may go on.
+        self._num_survived = 0
+        # A connection serves one call at a time, and the main thread's may take long.
+        self._own: Any = None
         number = 0.0
         with contextlib.suppress(*STORE_FAILS):
             number = float(_store_of_process().add(NUMBER, 1))
@@ -95,7 +103,7 @@ class ErrorBroadcast(ErrorGuard):
                 ended.set()
                 self._has_ended(listener)
         if self._heard is not None:
-            raise self._stop_with(self._heard)
+            raise self._stop()
 
     def surround_body(self, body: str) -> contextlib.AbstractContextManager[None]:
         """Surround code of the user's: the other ranks are told any error in it."""
@@ -109,7 +117,7 @@ class ErrorBroadcast(ErrorGuard):
         """Raise the `MegabatchError` of another rank that has told its error by now."""
         self._in_a_thread(self._look, SECONDS_TO_ANSWER)
         if self._heard is not None:
-            raise self._stop_with(self._heard)
+            raise self._stop()
 
     def _cause(self, error: Exception, body: str | None, *, answers: bool) -> Exception:
         """Return the reason why this rank must stop. Send it to the other ranks if this rank is the first to know."""
@@ -117,10 +125,8 @@ class ErrorBroadcast(ErrorGuard):
             error = out_of_memory_error(error, self._ranks.num_all)
         # Ranks are in different calls also after an error of one of them, which then is the reason.
         is_position = isinstance(error, PositionError)
-        if is_position and self._heard is None and answers:
-            self._in_a_thread(self._look, SECONDS_TO_ANSWER)
-        if is_position and self._heard is not None:
-            return self._stop_with(self._heard)
+        if is_position and self._has_heard(answers=answers):
+            return self._stop()
         if (
             isinstance(error, MegabatchError)
             and not is_known_to_all(error)
@@ -133,17 +139,20 @@ class ErrorBroadcast(ErrorGuard):
                 _abort()
             return error
         is_own = body is not None and not is_of_message(error) and not is_position
-        if self._heard is None and answers and not is_own:
-            self._in_a_thread(self._look, SECONDS_TO_ANSWER)
-        if self._heard is not None and not is_own:
-            return self._stop_with(self._heard)
+        if not is_own:
+            return self._stop() if self._has_heard(answers=answers) else error
         # All ranks may raise this error, and then the program may go on.
-        if is_own:
-            if self._heard is None:
-                self._tell(self._describe(error, body or ""), None, kind=_kind_of(error))
-            self._heard, self._num_survived = None, self._num_survived + 1
-            mark_known(error)
+        if self._heard is None:
+            self._tell(self._describe(error, body or ""), None, kind=_kind_of(error))
+        self._heard, self._num_survived = None, self._num_survived + 1
+        mark_known(error)
         return error
+
+    def _has_heard(self, *, answers: bool) -> bool:
+        """Return True if another rank has told its error. Look into the store if it still answers."""
+        if self._heard is None and answers:
+            self._in_a_thread(self._look, SECONDS_TO_ANSWER)
+        return self._heard is not None
 
     def _describe(self, error: Exception, body: str) -> str:
         """Return the line for the other ranks about an error of this rank."""
@@ -185,11 +194,11 @@ class ErrorBroadcast(ErrorGuard):
             self._heard = store.get(self._key(TOLD)).decode()
             store.add(self._key(HEARD), 1)
 
-    def _stop_with(self, message: str) -> MegabatchError:
+    def _stop(self) -> MegabatchError:
         """Return the received message as an error. Abort collectives that wait on a device."""
         if self._device.type != "cpu":
             _abort()
-        text, shortage, kind = json.loads(message)
+        text, shortage, kind = json.loads(cast(str, self._heard))
         if kind is not None:
             self._heard, self._num_survived = None, self._num_survived + 1
         heard = KINDS.get(kind or "", MegabatchError)(text)
