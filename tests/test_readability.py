@@ -8,8 +8,8 @@ from tests.code_shape import parts, shape_of
 from tests.readability import OTHERS, groups, score, sentences
 
 MOST_VAGUE_NAMES = {"core": 0.05, "library": 0.3, "trainer": 0.1}  # in 100 bound names; it only goes down
-MOST_DECISIONS = {"core": 20.0, "library": 30.9, "trainer": 31.3}  # in 100 lines of code; it only goes down
-MOST_CAPTIONS = {"core": 0.9, "library": 4.7, "trainer": 1.8}  # comments behind code in 100 statements, as well
+MOST_DECISIONS = {"core": 20.0, "library": 28.6, "trainer": 31.3}  # in 100 lines of code; it only goes down
+MOST_CAPTIONS = {"core": 0.9, "library": 3.1, "trainer": 1.8}  # comments behind code in 100 statements, as well
 
 
 @pytest.mark.parametrize("name", ["README", "docs"])
