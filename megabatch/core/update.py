@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megabatch.core.call import CallAgreement, MicrobatchStep
 from megabatch.core.contract import PAIR_NAME, WEIGHT_TOLERANCE, Term, accumulation_dtype, differentiable
-from megabatch.core.divisors import Divisors, AnnouncedDivisors, weight_of
+from megabatch.core.divisors import AnnouncedDivisors, Divisors, weight_of
 from megabatch.core.gradients import refuse_float16, separate_gradients
 from megabatch.core.wrapper import Wrapper
 from megabatch.errors import LossContractError, MegabatchError, PlanError

@@ -543,19 +543,18 @@ class _Recorder:
             self.note(
                 "what became of a forward whose logits got no gradient before the step: its samples may be missing"
             )
-        gradient = self._find_gradient(optimizer)
         rank, world = _place()
         record = UpdateRecord(
             self._number, rank, world, [microbatch.record() for microbatch in update.microbatches],
-            gradient=None if gradient is None else gradient.cpu(),
+            gradient=self._find_gradient(optimizer),
             is_sharded=any(map(is_dtensor, self._sketcher.parameters)), num_clips=update.num_clips,
             collectives=self._stop_profiler(), loop=_find_loop(), is_compiled=self._is_compiled,
             notes=list(self._notes),
         )  # fmt: skip
         if update.is_finalized:
             record.loop.library = MEGABATCH
-        weights = self._sketch(lambda parameter: parameter)
-        if weights is not None and world > 1 and not record.is_sharded:
+        if world > 1 and not record.is_sharded and self._sketcher.parameters:
+            weights = cast(Tensor, self._sketch(lambda parameter: parameter))
             record.weights_checksum = zlib.crc32(weights.cpu().numpy().tobytes())
         self._write(record)
         self._update = _OpenUpdate()
@@ -581,7 +580,7 @@ class _Recorder:
         for factor in factors:
             if isinstance(factor, Tensor):
                 gradient = gradient / factor.to(gradient)
-        return gradient
+        return gradient.cpu()
 
     def _close_update(self) -> None:
         """Write how often schedulers stepped: most do after the optimizer."""

@@ -63,11 +63,9 @@ class UpdateRecord:
     """One optimizer step on one rank, with the microbatches before it.
 
     Attributes:
-        number: From 0.
         gradient: Sketch of p.grad before clipping, of this rank's shards if it is sharded.
         weights_checksum: None if the weights are sharded.
         collectives: Number and bytes by name. None if they were not watched.
-        is_compiled: torch.compile runs a part of the model.
     """
 
     number: int
@@ -86,12 +84,7 @@ class UpdateRecord:
 
 @dataclass
 class EndRecord:
-    """The end of an audit on one rank.
-
-    Attributes:
-        is_end_of_run: False if the audit ended first.
-        left_over: Target tokens of microbatches that were not stepped.
-    """
+    """The end of an audit on one rank, with the target tokens of microbatches that were not stepped."""
 
     rank: int
     is_end_of_run: bool

@@ -35,8 +35,7 @@ def lines_of(audit: Audit) -> Iterator[tuple[str, str]]:
     command = f" of {audit.command}" if audit.command else ""
     yield "", f"megabatch audit{command}: {verdict_of(audit)}"
     if not updates:
-        for reason in audit.unknown:
-            yield UNKNOWN, reason
+        yield UNKNOWN, "; ".join(audit.unknown)
         return
     targets = sum(update.num_targets for update in updates)
     num_microbatches = sum(len(update.microbatches) for update in updates)
@@ -150,10 +149,13 @@ def _gradient_text(audit: Audit) -> str:
 def _counted_text(audit: Audit) -> str:
     if not audit.is_counted or any(update.shares_counts for update in audit.updates):
         return UNKNOWN
-    text = "each microbatch once, none leaked into the next update; "
-    text += "nothing left over at the end" if audit.left_over == [] else "the end of the run was not watched"
+    parts = ["each microbatch once, none leaked into the next update", "the end of the run was not watched"]
+    if audit.left_over is not None:
+        parts[1] = "nothing left over at the end"
     num_empty = sum(update.num_empty for update in audit.updates)
-    return f"{text}; {plural(num_empty, 'microbatch')} had no target, and a gradient of zero" if num_empty else text
+    if num_empty:
+        parts.append(f"{plural(num_empty, 'microbatch')} had no target, and a gradient of zero")
+    return "; ".join(parts)
 
 
 def _ranks_text(audit: Audit) -> str:

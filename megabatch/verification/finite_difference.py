@@ -94,7 +94,8 @@ class _Line(ABC):
     def _random(self, like: Tensor) -> Tensor:
         """Return random numbers of the same magnitude."""
         finite = like[torch.isfinite(like)]
-        size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+        # The mean of no numbers is NaN.
+        size = float(finite.square().mean().sqrt().nan_to_num())
         numbers = torch.randn(like.shape, dtype=torch.float64, generator=self._generator).to(like.device)
         return numbers * (size or 1.0)
 

@@ -56,7 +56,7 @@ class Float64WithoutDropout(TorchFunctionMode):
             return args[0]
         if name == "scaled_dot_product_attention":
             kwargs["dropout_p"] = 0.0
-        if name not in AS_THEY_ARE and any(map(_is_double, [*args, *kwargs.values()])):
+        if name not in AS_THEY_ARE and any(map(_is_double, (*args, *kwargs.values()))):
             args, kwargs = _widen(name, args, kwargs)
         if args and _is_double(args[0]):
             if name in NARROWING:
@@ -172,21 +172,19 @@ def stay_in_float64(model: nn.Module) -> None:
 
 def _check_copied(model: nn.Module, dispatched: set[nn.Parameter], *, is_sharded: bool) -> None:
     experts = {name: parameter for name, parameter in model.named_parameters() if is_expert(parameter)}
-    undispatched = next((name for name, expert in experts.items() if expert not in dispatched), None)
-    kind = f"a model with experts on ranks of their own that transformers does not send tokens to ({undispatched!r})"
+    name = next((name for name in experts if experts[name] not in dispatched), None)
     meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
     axes = itertools.chain.from_iterable(mesh.mesh_dim_names or () for mesh in meshes)
     is_refused = {
-        kind: undispatched is not None,
+        f"a model with experts on ranks of their own that transformers does not send tokens to ({name!r})": bool(name),
         "a model that is tensor parallel and sharded": is_sharded and "tp" in axes,
         "a model of FSDP1": any(isinstance(module, FullyShardedDataParallel) for module in model.modules()),
         "a Pipeline": isinstance(model, Pipeline),
     }
-    for kind in is_refused:
-        if is_refused[kind]:
-            raise PlanError(
-                f"verify was given {kind}, of which it cannot make a copy; verify the model before that is done"
-            )
+    for kind in filter(is_refused.get, is_refused):
+        raise PlanError(
+            f"verify was given {kind}, of which it cannot make a copy; verify the model before that is done"
+        )
 
 
 def _states(model: nn.Module) -> list[Any]:
@@ -223,25 +221,20 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(plain)
     _deal_experts(copied, inner)
     names = {module: name for name, module in inner.named_modules()}
-    groups = [group for state in states for group in groups_of_state(state)]
-    sharded = {id(parameter.sharded_param): parameter for group in groups for parameter in group.fsdp_params}
+    groups = list(itertools.chain.from_iterable(map(groups_of_state, states)))
+    placements: dict[int, Any] = {}
+    for group in groups:
+        placements |= {id(parameter.sharded_param): parameter.fsdp_placement for parameter in group.fsdp_params}
     copies = dict(copied.named_parameters())
     # fully_shard refuses a parameter that another group holds.
     tied = _tied_over_groups(groups, names)
     for name in tied:
         _set_parameter(copied, name, copy.deepcopy(copied.get_parameter(name)))
-    ignored: set[nn.Parameter] = set()
-    placements: dict[int, Any] = {}
+    ignored = {copies[name] for name, parameter in inner.named_parameters() if id(parameter) not in placements}
+    shards: dict[nn.Parameter, Shard] = {}
     for name, parameter in inner.named_parameters():
-        if id(parameter) in sharded:
-            placements[id(copies[name])] = sharded[id(parameter)].fsdp_placement
-        else:
-            ignored.add(copies[name])
-
-    def placement_of(parameter: nn.Parameter) -> Shard | None:
-        placement = placements.get(id(parameter))
-        return placement if isinstance(placement, Shard) else None
-
+        if isinstance(placement := placements.get(id(parameter)), Shard):
+            shards[copies[name]] = placement
     for state in reversed(states):
         group = next(iter(groups_of_state(state)), groups[0])
         modules: Any = [copied.get_submodule(names[module]) for module in modules_of_state(state)]
@@ -252,7 +245,7 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
             continue
         fully_shard(
             modules, mesh=group.mesh_info.mesh, ignored_params=ignored,
-            reshard_after_forward=reshard_setting(state, group), shard_placement_fn=placement_of,
+            reshard_after_forward=reshard_setting(state, group), shard_placement_fn=shards.get,
         )  # fmt: skip
     for name, first_name in tied.items():
         _set_parameter(copied, name, copied.get_parameter(first_name))
