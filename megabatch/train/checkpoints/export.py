@@ -32,13 +32,12 @@ from megabatch.train.model.frozen import dequantize, described, kind_of, sealed
 from megabatch.train.model.weights import fill, fresh_source, load_whole, own_source, plan_units
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.files import new_folder
-from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.ranks import ONE_RANK, Ranks
 from megabatch.train.trust import check_trust
 
 RECIPE = "config.toml"
 MODEL, AVERAGE = "learner.model.", "average."
 INSIDE_PEFT = "base_model.model."
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -135,17 +134,17 @@ def find_checkpoint(run_folder: Path, step: int | str | None) -> ValidCheckpoint
         raise MegabatchError(f"{run_folder} has no checkpoint yet; export it when it has saved one (run.save_every)")
     name = named_by(checkpoints_of(run_folder) / BEST)
     if step == POINTER or (step is None and not name):
-        return shelf.latest_valid(ALONE)
+        return shelf.latest_valid(ONE_RANK)
     number = step if isinstance(step, int) else step_of(name)
     path = path_of(run_folder, number) if number is not None else checkpoints_of(run_folder) / (name or BEST)
     if number is None or number not in steps:
         problem = "is not there or not whole"
-    elif (damage := shelf.damage(number, ALONE)) is None:
+    elif (damage := shelf.damage(number, ONE_RANK)) is None:
         return ValidCheckpoint(path)
     else:
         problem = f"is damaged ({damage})"
     if step is None:
-        chosen = shelf.latest_valid(ALONE)
+        chosen = shelf.latest_valid(ONE_RANK)
         return ValidCheckpoint(chosen.path, (f"{path}, the best one, {problem}", *chosen.warnings))
     has = ", ".join(str(number) for number in steps)
     raise MegabatchError(f"{path} {problem}; this run has the steps {has}: choose with --step")
@@ -293,7 +292,7 @@ def base_model(config: Config) -> nn.Module:
         return model
     source = fresh_source(outline(config.model, architecture), config.model, architecture, seed)
     if source.units is not None:
-        fill(source.model, source.units, seed, ALONE.device)
+        fill(source.model, source.units, seed, ONE_RANK.device)
     return source.model
 
 
@@ -304,7 +303,7 @@ def check_base(base: nn.Module, checkpoint: Path) -> None:
     here = described(base)
     # Those with a checksum.
     names = [name for name in there if name in here and len(there[name]) > len(here[name])]
-    sums = sealed({"parameters": here}, base, names, ALONE)["parameters"]
+    sums = sealed({"parameters": here}, base, names, ONE_RANK)["parameters"]
     difference = first_difference(there, json.loads(json.dumps(sums)))
     if difference is not None:
         name, was, now = difference

@@ -27,24 +27,9 @@ class Layout:
     def dp_degree(self, num_ranks: int) -> int:
         return num_ranks // (self.cp * self.tp * self.pp)
 
-    def dp_rank(self, rank: int, num_ranks: int) -> int:
-        """Return the index of a rank's share of the samples."""
-        return rank // (self.cp * self.tp) % self.dp_degree(num_ranks)
-
     def cp_rank(self, rank: int) -> int:
         """Return the index of a rank's stretch of its samples' sequences."""
         return rank // self.tp % self.cp
-
-    def pp_rank(self, rank: int, num_ranks: int) -> int:
-        return rank // (num_ranks // self.pp)
-
-    def draws_as(self, rank: int) -> int:
-        """Return the rank that seeds random numbers; along tp they are the same, since activations are."""
-        return rank // self.tp
-
-    def is_counted(self, rank: int, num_ranks: int) -> bool:
-        """Return True for the first of the ranks that work on one stretch of the same samples."""
-        return rank % self.tp == 0 and rank < num_ranks // self.pp
 
     def data_degrees(self, wrapper: str | None, num_ranks: int) -> tuple[int, int]:
         """dp_replicate and dp_shard for a wrapper, with what was left open."""

@@ -111,7 +111,9 @@ def read_overrides(arguments: list[str]) -> Layer:
         name, equals, text = argument[2:].partition("=")
         if not equals and type_of(name.replace("-", "_")) not in (None, bool):
             raise MegabatchError(f"{argument} has no value; write {argument}=VALUE")
-        set_override(layer, name if is_named(name) else name.replace("-", "_"), text if equals else "true")
+        # The name of a source may have any characters.
+        is_named = is_named_sources(type_of(".".join(name.split(".")[:2])))
+        set_override(layer, name if is_named else name.replace("-", "_"), text if equals else "true")
     return layer
 
 
@@ -136,11 +138,6 @@ def split_options(
         else:
             overrides.append(f"{argument}={remaining.pop(0)}" if argument.startswith("--") and follows else argument)
     return values, overrides
-
-
-def is_named(key: str) -> bool:
-    """Return True for a key of a named source, whose name may have any characters."""
-    return is_named_sources(type_of(".".join(key.split(".")[:2])))
 
 
 def set_override(layer: Layer, key: str, text: str) -> None:

@@ -30,9 +30,8 @@ from megabatch.train.data.samples import View
 from megabatch.train.data.sources import expanded, find_files, hub_builder
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import (
-    DIGEST,
     UNFINISHED,
-    digest_of,
+    check_seal,
     new_folder,
     read_table,
     remove_path,
@@ -83,8 +82,7 @@ def find_damage(folder: Path) -> str | None:
     """Return what is wrong with an entry, of which every byte is read, about 1 GB/s; None for a whole one."""
     try:
         sealed = read_table(folder / SUMMARY)
-        if sealed.get(DIGEST) != digest_of(sealed):
-            return f"{SUMMARY} is not what was written"
+        check_seal(sealed)
         if sha256_of_file(folder / TABLE) != sealed["table_sha256"]:
             return f"{TABLE} is not what was written: its SHA-256 is another"
         TokenizedSamples(folder)

@@ -44,7 +44,14 @@ def build_learner(
     decay_steps = decay_steps_of(config, num_updates)
     device = next(parallel_model.base.parameters()).device
     optimizer = build_optimizer(parallel_model.base, optim_of(config, device))
-    parallel_model.words.extend(words_of_muon(optimizer))
+    inner = optimizer.optimizer if isinstance(optimizer, LowBits) else optimizer
+    if isinstance(inner, MuonAndAdamW):
+        matrices, *adamw_groups = [group["params"] for group in inner.param_groups]
+        num_weights = sum(matrix.numel() for matrix in matrices)
+        share = num_weights / (num_weights + sum(parameter.numel() for group in adamw_groups for parameter in group))
+        parallel_model.words.append(
+            f"Muon: {len(matrices)} matrices of hidden layers, {share:.0%} of the trained weights; AdamW: the rest"
+        )
     parallel_model.warnings.extend(too_long_warmup(config.optim, num_updates.of_run))
     if isinstance(optimizer, LowBits):
         parallel_model.words.append("steps: in float32, by 16 low bits beside each bfloat16 weight")
@@ -66,17 +73,6 @@ def optim_of(config: Config, device: torch.device) -> OptimConfig:
     stepped_by = "AdamW" if optim.name == "Muon" else optim.name
     plain = {"fused": False} if takes(kind_of(stepped_by), "fused") else {}
     return optim.model_copy(update={"options": plain | optim.options})
-
-
-def words_of_muon(optimizer: optim.Optimizer) -> list[str]:
-    """Return the line that says what Muon steps, if anything."""
-    inner = optimizer.optimizer if isinstance(optimizer, LowBits) else optimizer
-    if not isinstance(inner, MuonAndAdamW):
-        return []
-    matrices, *adamw_groups = [group["params"] for group in inner.param_groups]
-    num_weights = sum(matrix.numel() for matrix in matrices)
-    share = num_weights / (num_weights + sum(parameter.numel() for group in adamw_groups for parameter in group))
-    return [f"Muon: {len(matrices)} matrices of hidden layers, {share:.0%} of the trained weights; AdamW: the rest"]
 
 
 def max_norm_of(update: UpdateConfig) -> float | None:

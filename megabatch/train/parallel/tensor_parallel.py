@@ -156,12 +156,15 @@ def spread(
     plan = plan_of(model)
     check_divisible(cast(PreTrainedModel, model), mesh.size())
     styles = styles_of(cast(PreTrainedModel, model), plan, sequence_parallel, loss_parallel, borders)
-    ties = tied_places(model)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
         if isinstance(style, FusedHeads):
             cast(Any, model.get_submodule(parent_of(name))).split_size //= mesh.size()
-    for first, *copies in ties:
+    for first, *copies in places.values():
         for module, name in copies:
             setattr(module, name, getattr(*first))
     stream = "a stretch of the sequence on each" if sequence_parallel else "whole on each"
@@ -271,14 +274,6 @@ def unplanned_style(
             "is cut; leave parallel.tp out, or set the key of model.config that makes a model without it"
         )
     return Style(handed=WHOLE, is_plain=True)
-
-
-def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(parameter, []).append((module, name))
-    return [shared_places for shared_places in places.values() if len(shared_places) > 1]
 
 
 def parent_of(name: str) -> str:

@@ -74,11 +74,10 @@ from megabatch.train.plan.grid import Choice, Grid, build_grid
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import in_place_of, load_function
-from megabatch.train.runtime.ranks import CPU, Ranks
+from megabatch.train.runtime.ranks import CPU, ONE_RANK, Ranks
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 DATA_DEPENDENT = "DataDependentOutputException"
-ALONE = Ranks(0, 1, CPU)
 NUM_UPDATES = 4
 MAX_PERIOD = 8
 # The first and the last layer are gathered at other times than those between.
@@ -557,7 +556,9 @@ def find_longest_sample(config: Config, length_tokens: int | None, console: Cons
     advice = "give --length N, the tokens of the longest sample, or data.max_sample_tokens, and no data is read"
     unbounded = config.update.model_copy(update={"micro_batch_size": 1, "max_microbatch_tokens": None})
     try:
-        data = load_data(config.model_copy(update={"update": unbounded}), load_tokenizer(config.model), ALONE, console)
+        data = load_data(
+            config.model_copy(update={"update": unbounded}), load_tokenizer(config.model), ONE_RANK, console
+        )
     except MegabatchError as error:
         raise MegabatchError(f"{error}; or {advice}") from None
     if data.longest_tokens is None:
@@ -572,7 +573,7 @@ def text_sample(length_tokens: int, source: str, config: Config) -> LongestSampl
 
 
 def _sample_of_function(config: Config, console: Console) -> LongestSample:
-    data = load_data(config, load_tokenizer(config.model), ALONE, console)
+    data = load_data(config, load_tokenizer(config.model), ONE_RANK, console)
     samples: Any = data.train
     index = int(samples.lengths.argmax())
     tensors = {name: torch.as_tensor(value) for name, value in samples[index].items()}

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from megabatch.batching import IGNORED_LABEL
@@ -18,7 +17,7 @@ from megabatch.train.data.encode import Skipped, samples_of
 from megabatch.train.data.sources import named_sources
 from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.runtime.console import Console, count, print_line, printable
-from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.ranks import ONE_RANK
 
 NUM_SHOWN = 3
 NUM_READ = 1000
@@ -35,7 +34,7 @@ def show_recipe(config: Config) -> None:
     legend = f"learned tokens are {'green' if marks is COLORS else 'between ' + ' and '.join(marks)}"
     if config.data.function is not None:
         console = Console(enabled=False, loss_digits=4)
-        samples = own_samples(config, Ranks(0, 1, torch.device("cpu")), console, None)[TRAIN]
+        samples = own_samples(config, ONE_RANK, console, None)[TRAIN]
         if len(samples) and has_token_labels(samples.at(0), tokenizer):
             print_line(legend)
         print_line(f"\n{config.data.function}: {count(len(samples), 'sample')}")

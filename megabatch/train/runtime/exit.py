@@ -76,7 +76,11 @@ def exit_together() -> Generator[Rendezvous, None, None]:
         raise FailedError(UNREAD) from None
     except (Exception, SystemExit) as error:
         # A user's function may raise SystemExit; the other ranks would wait for ever.
-        if line := _file_problem(error):
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            line = f"the disk is full ({error}); make room and resume with --run.resume=true"
+            fail(rendezvous, f"megabatch: {line}", FAILED)
+        if isinstance(error, OSError) and error.errno in NO_ACCESS and error.filename is not None:
+            line = f"cannot use {str(error.filename)[:200]} ({error.strerror}); allow it, or name another"
             fail(rendezvous, f"megabatch: {line}", FAILED)
         if not claim_failure(rendezvous):
             raise FailedError(FAILED) from None
@@ -106,15 +110,6 @@ def _raising_sigterm() -> Generator[None, None, None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _file_problem(error: BaseException) -> str:
-    """Return the message for a full disk or a path without access; "" for any other error."""
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return f"the disk is full ({error}); make room and resume with --run.resume=true"
-    if isinstance(error, OSError) and error.errno in NO_ACCESS and error.filename is not None:
-        return f"cannot use {str(error.filename)[:200]} ({error.strerror}); allow it, or name another"
-    return ""
 
 
 def fail(rendezvous: Rendezvous, line: str, status: int) -> NoReturn:

@@ -38,7 +38,7 @@ class Ranks:
     @property
     def dp_rank(self) -> int:
         """Number of this rank's share of the samples."""
-        return self.layout.dp_rank(self.rank, self.size)
+        return self.rank // (self.layout.cp * self.layout.tp) % self.dp_degree
 
     @property
     def dp_degree(self) -> int:
@@ -48,12 +48,12 @@ class Ranks:
     @property
     def pp_rank(self) -> int:
         """Number of this rank's pipeline stages."""
-        return self.layout.pp_rank(self.rank, self.size)
+        return self.rank // (self.size // self.layout.pp)
 
     @property
     def is_counted(self) -> bool:
         """True on one of the ranks that work on the same part of the same samples."""
-        return self.layout.is_counted(self.rank, self.size)
+        return self.rank % self.layout.tp == 0 and self.rank < self.size // self.layout.pp
 
     @property
     def is_main(self) -> bool:
@@ -65,8 +65,7 @@ class Ranks:
 
         Ranks along tp share it: an activation that each of them has whole needs one dropout mask.
         """
-        drawing_rank = self.layout.draws_as(self.rank)
-        return int(np.random.SeedSequence([*parts, drawing_rank]).generate_state(1, np.uint64)[0])
+        return int(np.random.SeedSequence([*parts, self.rank // self.layout.tp]).generate_state(1, np.uint64)[0])
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum each value over ranks, in float64."""
@@ -131,6 +130,9 @@ class Ranks:
         if problem is not None:
             raise MegabatchError(problem)
         return result
+
+
+ONE_RANK = Ranks(0, 1, CPU)
 
 
 def init_ranks(rendezvous: Rendezvous, config: Config) -> Ranks:
