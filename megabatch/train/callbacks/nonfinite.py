@@ -23,12 +23,12 @@ class SkipNonfinite(Callback):
 
     def after_update(self, context: RunContext) -> None:
         """Put the buffers back if the update was not stepped, and write down its samples."""
-        update, reason = context.update, None
-        if update is not None and not context.values["finite"] and not bool(update.finite):
-            reason = update.problem()
-        if reason is None:
+        # An update with nothing to learn has no problem.
+        problem = None if context.update is None or context.values["finite"] else context.update.problem()
+        if problem is None:
             self._num_in_a_row = 0
             return
+        reason = str(problem)
         for snapshot in self._kept:
             snapshot.put_back()
         by_rank = dict(context.ranks.gather((context.ranks.dp_rank, list(context.updates.names))))
