@@ -199,7 +199,7 @@ def _padding_text(updates: Sequence[UpdateFindings]) -> str:
         num_twice += len(update.row_hashes) - len(set(update.row_hashes))
         tokens += sum(update.row_tokens)
         positions += update.num_positions
-        if not lengths or len(lengths) < len(update.row_hashes):
+        if len(lengths) < max(1, len(update.row_hashes)):
             is_known = False
             continue
         dp_degree = min(update.world, len(lengths))

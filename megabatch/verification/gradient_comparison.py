@@ -243,7 +243,9 @@ class GradientComparison:
             divisors = divisors or dict.fromkeys(self._count_weights(microbatch), 1.0)
             named["divisor"] = divisors if len(divisors) > 1 else next(iter(divisors.values()), 1.0)
         with catch_causes():
-            terms = terms_of(cast(Any, self.loss_fn)(self.given, clone(microbatch), **named))
+            returned = cast(Any, self.loss_fn)(self.given, clone(microbatch), **named)
+        # A loss that returns no terms is an error of the caller.
+        terms = terms_of(returned)
         if self.takes_divisor and divisors:
             only_divisor = next(iter(divisors.values()))
             for name, (total, weight) in terms.items():

@@ -359,8 +359,8 @@ class _Proof(GradientComparison):
                 "it is divided, perhaps by a number of steps; return the sum, undivided"
             )
             return
-        compares = OWN_LOSS.get(inspect.unwrap(self.loss_fn))
-        if _differ(model_loss, quotient) and compares is not None and compares(self.copies[0]):
+        is_comparable = OWN_LOSS.get(inspect.unwrap(self.loss_fn), lambda _: False)
+        if _differ(model_loss, quotient) and is_comparable(self.copies[0]):
             yield (
                 f"the loss is {quotient:.6g} and the model's own, of the same batch with its labels, is "
                 f"{model_loss:.6g}: they see other inputs or other targets (a mask that is left out where masked "
