@@ -124,10 +124,9 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     words.append(utilization.words if utilization.peak is None else f"MFU: of {utilization.words}")
     if config.model.lora is not None:
         source = begun(source, config.model, config.run.seed)
-    is_split = ranks.layout.tp > 1 or ranks.layout.cp > 1 or ranks.layout.pp > 1
-    update = config.update
-    has_own_rows = not (is_split or config.model.compile or update.one_row or update.long_samples)
-    if config.model.keyed_dropout and has_own_rows:
+    update, is_split = config.update, max(ranks.layout.tp, ranks.layout.cp, ranks.layout.pp) > 1
+    shares_rows = any((is_split, config.model.compile, update.one_row, update.long_samples))
+    if config.model.keyed_dropout and not shares_rows:
         key_dropouts(base)
     identity, unsaved = identity_of(base), left_out(base, config.model)
     stages = stages_of(base, config, wrapper, ranks, lambda: outline(config.model, cast(Any, base).config))
@@ -193,7 +192,7 @@ def choose_source(
     check_four_bits(model, config.model, wrapper)
     if config.model.name is None:
         return fresh_source(model, config.model, architecture, seed), wrapper
-    sharded = wrapper.name == "fsdp2" or ranks.layout.tp > 1 or ranks.layout.pp > 1
+    sharded = wrapper.name == "fsdp2" or max(ranks.layout.tp, ranks.layout.pp) > 1
     return saved_source(model, config.model, architecture, seed, sharded=sharded), wrapper
 
 
@@ -207,7 +206,7 @@ def lay(
     model, words, mesh = source.model, list[str](), None
     if source.units is None and (ranks.layout.tp > 1 or not wrapper.is_of_fsdp):
         model.to(ranks.device)
-    if ranks.layout.tp > 1 or ranks.layout.pp > 1 or wrapper.is_of_fsdp:
+    if max(ranks.layout.tp, ranks.layout.pp) > 1 or wrapper.is_of_fsdp:
         mesh = ranks.layout.mesh(wrapper.name, ranks.size, ranks.device.type)
         words += divide(model, config, wrapper, mesh, stages)
     if source.units is not None:

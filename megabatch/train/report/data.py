@@ -70,7 +70,9 @@ def read_run(folder: Path, *, state: str | None = None, most_updates: int = colu
         planned, step = planned_of(plan), last_step(rows)
         return {
             **curves_of(folder, rows, most_updates),
-            **of_journals(folder),
+            "cuts": columns.cuts_of(read_rows(folder / CUTS), folder / CUTS),
+            "timelines": columns.timelines_of(read_rows(folder / TIMELINE), folder / TIMELINE),
+            "skipped": columns.skipped_of(read_rows(folder / SKIPPED)),
             "name": name_of(folder),
             "plan": plan,
             "model": model_of(plan),
@@ -152,8 +154,7 @@ def seconds_per_update(updates: Sequence[Row]) -> float | None:
 
 def started_at(folder: Path) -> str | None:
     """Return the date of the run's first start. Raises `ValueError` for one that is none."""
-    starts = read_starts(folder)
-    date = starts[0].get("time_utc") if starts else None
+    date = next(iter(read_starts(folder)), {}).get("time_utc")
     return None if date is None else datetime.fromisoformat(date).isoformat()
 
 
@@ -163,14 +164,6 @@ def resumes_of(updates: Sequence[Row], starts: Sequence[Row]) -> list[int]:
     dates = [str(row.get("time", "")) for row in updates]
     firsts = [bisect_left(dates, start["time_utc"]) for start in starts[1:] if "time_utc" in start]
     return sorted({updates[first]["step"] - 1 for first in firsts if 0 < first < len(dates) and dates[first - 1]})
-
-
-def of_journals(folder: Path) -> Story:
-    return {
-        "cuts": columns.cuts_of(read_rows(folder / CUTS), folder / CUTS),
-        "timelines": columns.timelines_of(read_rows(folder / TIMELINE), folder / TIMELINE),
-        "skipped": columns.skipped_of(read_rows(folder / SKIPPED)),
-    }
 
 
 def plan_of(folder: Path) -> list[str]:
@@ -248,8 +241,8 @@ def is_running(folder: Path) -> bool:
 
 def start_of(folder: Path) -> dict[str, str]:
     """Return the devices and versions of the last start."""
-    starts = read_starts(folder)
-    return {key: text_of(starts[-1][key]) for key in FACTS if key in starts[-1]} if starts else {}
+    start = next(reversed(read_starts(folder)), {})
+    return {key: text_of(start[key]) for key in FACTS if key in start}
 
 
 def text_of(fact: Any) -> str:
