@@ -84,7 +84,11 @@ class LowBits(Optimizer):
             raise PlanError(f"{name} cannot keep low bits of shards: Muon steps whole matrices; use DDP, or AdamW")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise PlanError(f"state_dtype is {state_dtype}; give torch.float32 or torch.bfloat16")
-        _check_no_step_hooks(optimizer)
+        for hook in step_hooks(optimizer):
+            raise PlanError(
+                f"{name} has the step hook {getattr(hook, '__name__', type(hook).__name__)!r}; register it on LowBits, "
+                "whose step it belongs to"
+            )
         # torch's __init__ would add the groups again.
         self.__setstate__({
             "defaults": optimizer.defaults, "state": optimizer.state, "param_groups": optimizer.param_groups,
@@ -230,7 +234,8 @@ def keep_state_dtypes(optimizer: Optimizer) -> None:
     saved: list[Mapping[str, Any]] = []
 
     def before(_: Optimizer, state: dict[str, Any]) -> None:
-        saved[:] = _states_in_order(state)
+        parameters = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
+        saved[:] = [state["state"].get(parameter, {}) for parameter in parameters]
 
     def after(optimizer: Optimizer) -> None:
         for parameter, values in zip(_parameters_of(optimizer), saved, strict=True):
@@ -244,12 +249,6 @@ def keep_state_dtypes(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_post_hook(after)
 
 
-def _states_in_order(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the states of an optimizer's state_dict, in the order of its parameters."""
-    names = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
-    return [state["state"].get(name, {}) for name in names]
-
-
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
@@ -257,15 +256,6 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def _check_no_step_hooks(optimizer: Optimizer) -> None:
-    """Raise `PlanError` for hooks of a wrapped optimizer's step, which would not run."""
-    for hook in step_hooks(optimizer):
-        raise PlanError(
-            f"{type(optimizer).__name__} has the step hook {getattr(hook, '__name__', type(hook).__name__)!r}; "
-            "register it on LowBits, whose step it belongs to"
-        )
 
 
 def _is_narrow(value: object) -> bool:

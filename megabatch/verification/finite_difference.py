@@ -1,7 +1,6 @@
 """Check of a loss's backward by central differences in float64."""
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -63,7 +62,7 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
     return False
 
 
-def _central(line: "_Line", tape: "_Tape", loss: Loss, step: float) -> float:
+def _central(line: "_Outputs | _Parameters", tape: "_Tape", loss: Loss, step: float) -> float:
     values: list[float] = []
     for at in (step, -step):
         line.move(at)
@@ -74,21 +73,13 @@ def _central(line: "_Line", tape: "_Tape", loss: Loss, step: float) -> float:
     return (values[0] - values[1]) / (2 * step)
 
 
-class _Line(ABC):
-    """A straight line along which a loss is evaluated."""
+class _Line:
+    """A straight line along which a loss is evaluated inside of ``moved()``, at points that ``move`` goes to."""
 
     def __init__(self, models: Sequence[nn.Module], generator: torch.Generator) -> None:
         self._models, self._generator = models, generator
         self.leaves: list[Tensor] = []
         self.directions: list[Tensor] = []
-
-    @abstractmethod
-    def moved(self) -> contextlib.AbstractContextManager[None]:
-        """Open around all evaluations; begin near the model's own point."""
-
-    @abstractmethod
-    def move(self, at: float) -> None:
-        """Move to a point, in steps from the beginning."""
 
     @torch.no_grad()
     def _random(self, like: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def float64_copy(model: nn.Module) -> nn.Module:
             their own that transformers has not dealt out.
     """
     model = unwrapped(model)
-    states, experts = _states(model), set(_dispatched_experts(model))
+    states, experts = fsdp_states(filter(is_fsdp2, model.modules())), set(_dispatched_experts(model))
     _check_copied(model, experts, is_sharded=bool(states))
     memo: dict[int, Any] = dict(zip(map(id, states), states, strict=True))
     for module in model.modules():
@@ -187,11 +187,6 @@ def _check_copied(model: nn.Module, dispatched: set[nn.Parameter], *, is_sharded
         )
 
 
-def _states(model: nn.Module) -> list[Any]:
-    """Return FSDP2's state of each call of fully_shard, the outermost first."""
-    return fsdp_states(filter(is_fsdp2, model.modules()))
-
-
 def _remove_fsdp2(module: nn.Module) -> None:
     """Remove FSDP2's attributes and hooks from the copy of a module."""
     for name in list(vars(module)):
@@ -215,7 +210,7 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
             copy.deepcopy(plain), wrapper.device_ids, wrapper.output_device,
             process_group=wrapper.process_group, **settings,
         )  # fmt: skip
-    states = _states(inner)
+    states = fsdp_states(filter(is_fsdp2, inner.modules()))
     if not states and not any(find_dispatches(inner)):
         return plain
     copied = copy.deepcopy(plain)

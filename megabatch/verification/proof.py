@@ -430,9 +430,6 @@ class _JointProof(_Proof):
                     )
                     return
 
-    def _find_unused_targets(self) -> Iterator[str]:
-        yield from ()
-
     def _compute_own_loss(self) -> float | None:
         return None
 
