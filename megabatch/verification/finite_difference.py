@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.operations import pytree
 
 STEPS = (1e-4, 1e-5, 1e-6)
@@ -43,7 +43,7 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
             # The loss calls only parts of the models.
             if not line.leaves:
                 continue
-            if any(isinstance(leaf, DTensor) for leaf in line.leaves):
+            if any(map(is_dtensor, line.leaves)):
                 return False
             # Reentrant checkpoints have no gradient of chosen inputs. Another branch of a loss may raise anything.
             try:

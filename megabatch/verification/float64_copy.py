@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -17,7 +17,7 @@ from megabatch.errors import PlanError
 from megabatch.inspection.mesh_axes import is_expert
 from megabatch.inspection.tree import each_leaf, to_device
 from megabatch.pipeline.stages import Pipeline
-from megabatch.torch_private.classes import is_fsdp2, is_replicate_module
+from megabatch.torch_private.classes import is_dtensor, is_fsdp1, is_fsdp2, is_replicate_module
 from megabatch.torch_private.fsdp2_groups import (
     fsdp_states,
     groups_of_state,
@@ -173,12 +173,12 @@ def stay_in_float64(model: nn.Module) -> None:
 def _check_copied(model: nn.Module, dispatched: set[nn.Parameter], *, is_sharded: bool) -> None:
     experts = {name: parameter for name, parameter in model.named_parameters() if is_expert(parameter)}
     name = next((name for name in experts if experts[name] not in dispatched), None)
-    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    axes = itertools.chain.from_iterable(mesh.mesh_dim_names or () for mesh in meshes)
+    sharded: list[Any] = list(filter(is_dtensor, model.parameters()))
+    axes = itertools.chain.from_iterable(parameter.device_mesh.mesh_dim_names or () for parameter in sharded)
     is_refused = {
         f"a model with experts on ranks of their own that transformers does not send tokens to ({name!r})": bool(name),
         "a model that is tensor parallel and sharded": is_sharded and "tp" in axes,
-        "a model of FSDP1": any(isinstance(module, FullyShardedDataParallel) for module in model.modules()),
+        "a model of FSDP1": any(map(is_fsdp1, model.modules())),
         "a Pipeline": isinstance(model, Pipeline),
     }
     for kind in filter(is_refused.get, is_refused):
