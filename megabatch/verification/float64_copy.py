@@ -174,7 +174,9 @@ def _check_copied(model: nn.Module, dispatched: set[nn.Parameter], *, is_sharded
     experts = {name: parameter for name, parameter in model.named_parameters() if is_expert(parameter)}
     name = next((name for name in experts if experts[name] not in dispatched), None)
     sharded: list[Any] = list(filter(is_dtensor, model.parameters()))
-    axes = itertools.chain.from_iterable(parameter.device_mesh.mesh_dim_names or () for parameter in sharded)
+    axes: Iterator[str] = itertools.chain.from_iterable(
+        parameter.device_mesh.mesh_dim_names or () for parameter in sharded
+    )
     is_refused = {
         f"a model with experts on ranks of their own that transformers does not send tokens to ({name!r})": bool(name),
         "a model that is tensor parallel and sharded": is_sharded and "tp" in axes,
