@@ -62,11 +62,12 @@ class Accumulator:
         self.ranks = parts.wrapper.ranks
         self.call_guard, self.error_guard = parts.call_guard, parts.error_guard
         self._wide, self._new_update = parts.wide, parts.new_update
-        # Functions that make a dummy microbatch, by loss, of samples whose update was finite or not.
+        # By loss, a function that makes a dummy microbatch of a sample of an earlier call.
         self._dummies: ByLoss[Callable[[], Microbatch | None]] = ByLoss()
+        # ``update.finite`` of the last update. True again after a call with samples.
         self._was_finite: Tensor | bool = True
         self._open: OpenUpdate | None = None
-        # True after a call failed, to which others had added before, until finalize() or discard().
+        # True after a failed call of an update that had other calls, until finalize() or discard().
         self._is_lost = False
         self.last_plan: Plan | None = None
         self._extensions = Extensions(extensions)
@@ -103,19 +104,20 @@ class Accumulator:
         any number of terms over any number of calls, each with its own divisor.
 
         DDP (without a communication hook), FSDP2 and HSDP hold the reduction back under the policies "last" and
-        "replica_last". This costs the overlap with the last backward. FSDP2 keeps what "last" keeps until `finalize`.
-        Other wrappers, and "every", reduce as often as without `open`.
+        "replica_last", and HSDP under "gather_once". This costs the overlap with the last backward. FSDP2 keeps what
+        "last" keeps until `finalize`. Other wrappers, and "every", reduce as often as without `open`.
 
         Args:
             weights: The weight of this rank's samples in all calls: a mapping from each differentiable term to a
                 number, or a number for the only term. The sum over data ranks is the divisor, as with ``weigh``. A
-                rank without samples gives 0. `finalize` raises `LossContractError` if the calls return another sum;
-                on a device and without ``weigh``, ``update.finite`` is false instead.
+                rank without samples gives 0. If the calls return another sum, `finalize` raises `LossContractError` on
+                the CPU, and ``update.finite`` is false on a device.
 
         Raises:
             MegabatchError: An update is open.
             LossContractError: A weight that is negative, not finite, or not a number.
-            PlanError: Terms that differ between ranks.
+            PlanError: Terms that differ between ranks, more than eight terms, weights that the planner does not go
+                with, or parameters that were changed since the constructor.
         """
         # An error of one rank is raised on all, since the others already wait for its message.
         failure: MegabatchError | None = None
@@ -190,7 +192,10 @@ class Accumulator:
     def _add(
         self, batch: Batch, loss_fn: LossFunction | CoupledLoss, plan: Plan | None, checks: Checks
     ) -> dict[str, Term]:
-        """Run one call. Return this rank's sums."""
+        """Run one call. Return this rank's sums.
+
+        ``run_call`` of the wrapper (a pipeline) or of the loss (a `CoupledLoss`) takes the place of `_run_call`.
+        """
         run_call = self.wrapper.run_call or getattr(loss_fn, "run_call", None)
         with self._open_call(batch, loss_fn, plan, checks, runs_alone=run_call is None) as call:
             return (run_call or self._run_call)(call)
@@ -312,7 +317,7 @@ class Accumulator:
     def guarded(self, verb: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Surround code that may fail while other ranks wait: they raise a one-line error, too.
 
-        Running out of memory is always broadcast, and within a call, a ``verb``, any error.
+        Running out of memory is always broadcast. With a ``verb``, the name of a call, any error is.
         """
         return self.error_guard.listening(verb)
 
@@ -355,7 +360,10 @@ class Accumulator:
 
         Raises:
             LossContractError: On the CPU, the counted and the returned weights differ, on any rank. On a device that
-                check would wait, so ``update.finite`` is false instead, and ``update.problem()`` names the fault.
+                check would wait, so ``update.finite`` is false instead, and ``update.problem()`` names the fault. Also
+                for ``weight`` in an update of several terms.
+            PlanError: ``max_norm`` or ``weight`` is no positive number, or ``weight`` is given after `open` was told
+                the weights.
             MegabatchError: No update is open, or it was lost. On several ranks, any error drops the update on all.
         """
         position = self.ranks.position
@@ -429,7 +437,7 @@ class Accumulator:
                 scale=opened.loss_scale,
             )  # fmt: skip
             return update.with_norm(norm)
-        # The only pass over gradients, for a weight that was not known before the backward.
+        # Without a clip, gradients need a pass only for a weight that was not known before the backward.
         if factor is not None:
             scale_gradients(parameters, factor)
         return update
@@ -472,12 +480,15 @@ class Accumulator:
         self._drop()
 
     def _drop(self) -> None:
-        """Drop the open update, also one that was lost."""
+        """Drop the open update and its gradient. Calls may add again, also after a lost update."""
         self._is_lost = False
         self.abandon()
 
     def abandon(self) -> None:
-        """Drop the open update and its gradient: an update is never applied in part."""
+        """Drop the open update and its gradient: an update is never applied in part.
+
+        A lost update stays lost, so that `finalize` reports it. `discard` ends that.
+        """
         self.ranks.position.call = 0
         if self._open is not None:
             self._open.is_dropped, self._open.is_running = True, False

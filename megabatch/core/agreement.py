@@ -65,7 +65,10 @@ REPLAN = FailureReport(breaks_contract=False, loses_update=False, text="the samp
 def agree_over_ranks(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None, recall_dummy: RecallDummy
 ) -> CallAgreement:
-    """Agree with the other ranks on a call, by one message between hosts. See `agree_on_call`."""
+    """Agree with the other ranks on a call. See `agree_on_call`.
+
+    This takes one message between hosts, and more where a rank has an error, no microbatch, or no sample for a dummy.
+    """
     ranks = wrapper.ranks
     reports = _exchange_reports(wrapper, prepared, failure, recall_dummy)
     assert prepared is not None
@@ -221,14 +224,15 @@ def _agree_on_terms(ranks: DataRanks, prepared: PreparedBatch, reports: Reports)
 
 
 def first_failure(ranks: DataRanks, failure: Exception | None) -> Exception:
-    """Return this rank's failure, or else the first failure of another rank. Collective."""
+    """Return this rank's failure, or else the first of any rank. Collective."""
     reports: list[FailureReport | None] = ranks.exchange_objects(_report_failure(failure))
     # An error of another rank may come of the limit.
     if REPLAN in reports:
         return ReplanError(REPLAN.text)
     failures = {rank: report for rank, report in enumerate(reports) if report is not None}
     loses_update = any(map(attrgetter("loses_update"), failures.values()))
-    # On several ranks, a rank that runs out of memory has told so before.
+    # On several ranks, an out-of-memory error becomes one of this exchange, which all ranks raise. As it is, it would
+    # be broadcast again, which aborts the collectives of the others.
     if failure is not None and (ranks.num_all == 1 or not is_out_of_memory(failure)):
         if isinstance(failure, MegabatchError):
             failure.loses_update = loses_update

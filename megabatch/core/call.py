@@ -33,7 +33,7 @@ class PreparedBatch:
 
     Attributes:
         collated: Microbatches on the CPU. Empty unless they were weighed, and for a deferred batch.
-        weights: Weights of each microbatch, by term.
+        weights: Weights of each microbatch, by term. Empty without ``weigh``.
         weight_sums: Sums over this rank's microbatches, by term. Empty without a weighed microbatch.
         parts: By index of a microbatch that ran out of memory, the samples of each part that ran instead.
         is_given: True if the plan is the user's.
@@ -56,7 +56,8 @@ class PreparedBatch:
     def dummy(self) -> Microbatch:
         """Return a new copy of the last microbatch: a compiled model knows its shape, and a loss may write to it.
 
-        For a deferred batch, repeat the last sample instead, since the others would have to be loaded again.
+        For a deferred batch, repeat the last sample instead, since the others would have to be loaded again. With
+        `Shapes`, return the last sample alone.
         """
         return self.samples.take(self.rows(len(self.plan.microbatches)))
 
@@ -76,6 +77,8 @@ class PreparedBatch:
 @dataclass(frozen=True)
 class MicrobatchPlanner:
     """Settings by which a rank splits its samples into microbatches: the user's arguments and the sync policy.
+
+    Subclasses override methods that do nothing here: for pipelines, context axes, chunks of samples and fixed shapes.
 
     Attributes:
         choice: The sync policy, and the reason for it.
@@ -217,7 +220,10 @@ class MicrobatchPlanner:
         return prepared if user_plan is None else replace(prepared, is_given=True)
 
     def weigh_own(self, weigh: Weigh | None) -> Weigh | None:
-        """Return the function that counts what this rank weighs of a microbatch of `samples`."""
+        """Return the function that counts this rank's weight in a microbatch of `samples`.
+
+        It is another than ``weigh`` where `samples` has whole sequences and this rank computes a stretch of each.
+        """
         return weigh
 
     def check(self, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
@@ -251,7 +257,10 @@ def _call_weigh(weigh: Weigh, microbatch: Microbatch) -> object:
 
 
 def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> PreparedBatch:
-    """Collate and weigh the planned microbatches on the CPU. Keep no microbatch of a deferred batch."""
+    """Collate and weigh the planned microbatches on the CPU. Keep no microbatch of a deferred batch.
+
+    Without ``weigh`` this collates nothing: each microbatch is collated in its turn.
+    """
     if weigh is None:
         return PreparedBatch(samples, plan, (), ())
     try:
@@ -281,12 +290,14 @@ def _sum_weights(weights: Sequence[dict[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CallAgreement:
-    """The ranks' agreement on one call. Sums are over all ranks.
+    """The ranks' agreement on one call.
 
     Attributes:
         num_microbatches: The largest number that any rank has.
-        weights: Sums by weighed term. Empty without ``weigh``.
-        dummy: Makes a dummy microbatch, for a rank that has fewer than the others.
+        num_samples: Sum over data ranks.
+        num_tokens: Sum over data ranks.
+        weights: Sums over data and context ranks, by weighed term. Empty without ``weigh``.
+        dummy: Makes a dummy microbatch, for a rank that has fewer than the others. Else it may be None.
         compares_order: True if ranks compare each collective of the call before it begins.
     """
 
@@ -319,7 +330,7 @@ def agree_on_call(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None,
     recall_dummy: Callable[[], Microbatch | None],
 ) -> CallAgreement:  # fmt: skip
-    """Agree with the other ranks on a call. This takes one message between hosts, and none for a single rank.
+    """Agree with the other ranks on a call. A single rank sends no message.
 
     Args:
         wrapper: The model's wrapper.

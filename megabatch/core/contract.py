@@ -85,7 +85,7 @@ def _split_method(loss_fn: Any) -> tuple[Any, Any]:
     return (loss_fn, None) if function is None else (loss_fn.__self__, function)
 
 
-# An inspection takes longer than all other checks of a loss.
+# The answers of `takes_divisor`, since an inspection takes longer than all other checks of a loss.
 _TAKES_DIVISOR: ByLoss[bool] = ByLoss()
 
 
@@ -98,11 +98,11 @@ def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
         @megabatch.loss(weigh=lambda microbatch: (microbatch["labels"][:, 1:] != -100).sum())
         def next_token(model, microbatch): ...
 
-    A loss that runs its own backward, for example chunk by chunk, cannot be scaled from outside. It takes the divisor
-    as a third parameter, ``loss_fn(model, microbatch, divisor)``. It divides what it differentiates, and returns
-    ``(total / divisor, weight)``. The divisor is a number, or with several terms a mapping of their names to numbers.
-    It is the weight of the update over all ranks (divided by their number, if the wrapper averages), and infinite in a
-    dummy microbatch.
+    A loss that runs its own backward, for example chunk by chunk, cannot be scaled from outside. It has a third
+    parameter that is named ``divisor`` and given by keyword, ``loss_fn(model, microbatch, divisor)``. It divides what
+    it differentiates, and returns ``(total / divisor, weight)``. The divisor is a number, or with several terms a
+    mapping of their names to numbers. It is the weight of the update over all ranks (divided by their number, if the
+    wrapper averages), and infinite in a dummy microbatch.
 
     Args:
         weigh: ``weigh(microbatch)`` gets the collated microbatch on the CPU. It returns the weight that the loss will
@@ -116,7 +116,8 @@ def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
     """
 
     def attach(function: F) -> F:
-        if weigh_of(function) is not None:  # a ready-made loss, which others go on using
+        # Other code may use the loss with its own weigh, as with a ready-made loss.
+        if weigh_of(function) is not None:
             function = cast(F, _copy_function(function))
         cast(Any, function).weigh = weigh
         cast(Any, function).prepare = prepare
@@ -207,7 +208,8 @@ def terms_of(returned: Any) -> dict[str, Term]:
 
     Raises:
         LossContractError: It is neither a pair ``(total, weight)`` nor a mapping of names to such pairs, a total is not
-            a real scalar, or a weight is negative, not finite or carries a gradient.
+            a real scalar, or a weight is negative, not finite or carries a gradient. The value of a weight on a device
+            is not read.
     """
     if not isinstance(returned, Mapping) or not returned:
         return {PAIR_NAME: _term_of(PAIR_NAME, "the loss", returned)}

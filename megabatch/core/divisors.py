@@ -26,7 +26,7 @@ class Divisors:
 
     def add_call(self, weights: Mapping[str, float]) -> None:
         """Note the weights of a call over all ranks, by term. Empty without ``weigh``."""
-        # With several terms of unknown weights this is the only call.
+        # Of one term, the first call's weight stays. Several terms have one call, unless `open` was told their weights.
         if not self._calls:
             self.by_term = _divisors_of(weights)
         self._calls.append(dict(weights))

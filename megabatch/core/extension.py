@@ -61,10 +61,16 @@ class Extension:
         """Raise `PlanError` for an accumulator that this extension does not go with, on all ranks alike. Collective."""
 
     def reserve_for(self, gradient: Any, optimizer: Any) -> None:
-        """Learn the optimizer of the updates, in ``reserve_for``. Raise `PlanError` for one that does not go."""
+        """Learn the optimizer of the updates, in `GradientAccumulator.reserve_for`.
+
+        Raise `PlanError` for an optimizer that this extension does not go with.
+        """
 
     def tune(self, gradient: Any, batch: Batch, loss_fn: Any) -> None:
-        """Measure for later calls what needs samples and a loss, in ``tune``. Collective."""
+        """Measure for later calls what needs samples and a loss. Collective.
+
+        This runs in `GradientAccumulator.tune`, and in `forward_backward` if a `check_call` has raised `ReplanError`.
+        """
 
     def before_call(self, gradient: Any, batch: Batch, loss_fn: Any) -> None:
         """Run before the batch of `forward_backward` is split. Collective."""
@@ -82,7 +88,8 @@ class Extension:
         out, or yielded twice, is an error.
 
         ``call.model`` is what the loss gets, and ``call.plan`` has the microbatches. ``p.grad`` has what was added so
-        far in this update, by earlier calls too. Under DDP it has the sum of all ranks behind a call's last microbatch.
+        far in this update, by earlier calls too. Under DDP it has the sum of all ranks behind a call's last microbatch,
+        and after `open` only in `after_finalize`.
 
         A step that you keep, keeps its microbatch in memory.
         """

@@ -16,7 +16,8 @@ from megabatch.errors import PlanError
 from megabatch.torch_private.classes import is_dtensor, local_tensor
 from megabatch.torch_private.foreach import multiply_all
 
-CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+# As in torch.nn.utils.clip_grad_norm_.
+CLIP_EPSILON = 1e-6
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
 
 
@@ -53,7 +54,7 @@ class Gradients:
 
 
 def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
-    """Raise `PlanError` for every float16 in the pairs ``(name for the error, dtype)``."""
+    """Raise `PlanError` for the first float16 in the pairs ``(name for the error, dtype)``."""
     for name, dtype in dtypes:
         if dtype == torch.float16:
             raise PlanError(f"{name} is torch.float16; {UNDERFLOW}")
@@ -61,7 +62,7 @@ def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
 
 @contextlib.contextmanager
 def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
-    """Refuse forwards of ``models`` under an autocast to float16, while this context is open."""
+    """Refuse forwards of ``models`` under an autocast to float16 on CPU or CUDA, while this context is open."""
 
     def look(*_: object) -> None:
         for device in ("cpu", "cuda"):
@@ -89,7 +90,7 @@ def separate_gradients(parameters: Sequence[nn.Parameter]) -> bool:
     Autograd gives two parameters one gradient tensor if a model uses their sum: ``x + (pos[None] + kind[None])``.
 
     Returns:
-        True if every parameter has a gradient. None can then appear that shares the memory of another.
+        True if every parameter has a gradient. A later microbatch then adds to these, and this needs no repetition.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     # Addresses, not storages: views of DDP's buckets share a storage and no element.
@@ -158,8 +159,8 @@ def clip_gradients(
     """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass. Return the norm before the clip.
 
     Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` and ``uncounted`` as in `total_norm`.
-    ``norm_of`` computes the norm in place of `total_norm`. ``scale`` is a factor of the gradients, by a GradScaler,
-    which the norm has not.
+    ``norm_of`` computes the norm in place of `total_norm`. ``scale`` is the factor that a GradScaler has put into the
+    gradients. Neither ``max_norm`` nor the returned norm contains it.
     """
     limit, epsilon = max_norm * scale, CLIP_EPSILON * scale
     # The factor is applied to the norm instead of the gradients, which saves a pass.

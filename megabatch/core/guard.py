@@ -22,7 +22,7 @@ class CallGuard:
         """Raise `MegabatchError` if gradients or parameters have changed since the last call."""
 
     def check_weights(self, planner: MicrobatchPlanner, prepared: PreparedBatch, hooks: LossHooks) -> None:
-        """Raise `LossContractError` for weights that do not count what the loss sums. Not collective."""
+        """Raise `LossContractError` for a ``weigh`` that counts padding. Not collective."""
 
     def enter(self, *, is_new: bool) -> None:
         """Note the state of the model before a call. ``is_new`` is True for the first call of a loss."""
@@ -46,7 +46,10 @@ class ErrorGuard:
 
     @contextlib.contextmanager
     def listening(self, body: str | None = None) -> Generator[None]:
-        """Surround code that may run out of memory. Other ranks hear any error in ``body``, a name."""
+        """Surround code that may run out of memory.
+
+        ``body`` is the name of a call or of code of the user's. `ErrorBroadcast` tells other ranks any error in it.
+        """
         try:
             yield
         except Exception as error:
@@ -59,7 +62,7 @@ class ErrorGuard:
         return contextlib.nullcontext()
 
     def agreeing(self) -> contextlib.AbstractContextManager[None]:
-        """Surround an exchange between ranks, of which there is one."""
+        """Surround an exchange between ranks. A single rank exchanges nothing."""
         return contextlib.nullcontext()
 
     def check(self) -> None:

@@ -45,7 +45,11 @@ class DataRanks:
 
     Attributes:
         data_groups: Groups of the data axes, the inner axis first, so that rows come in the order of ranks.
-        groups: Groups over which gradients, totals and weights are summed.
+        context_groups: The group of the axis cp, if it has several ranks.
+        tensor_groups: The same of tp.
+        pipeline_groups: The same of pp.
+        position: Where this rank is among the calls of its accumulator.
+        groups: Groups over which gradients, totals and weights are summed: those of data and context axes.
         degree: Number of ranks that see different samples, dp_degree.
         context_degree: Number of stretches that each sequence is cut into.
         num_weighing: Number of ranks that see different targets. Weights are summed over them.

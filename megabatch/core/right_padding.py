@@ -24,14 +24,18 @@ from megabatch.torch_private.loss_nodes import IGNORED_LABEL
 DTYPE, SHAPE, NUM_DIMS = attrgetter("dtype"), attrgetter("shape"), attrgetter("ndim")
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")
 """Keys of labels: labels, shift_labels, label_ids, chosen_labels."""
+# Tensors of the key "labels" that `stack_padded` has padded.
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 
 
 class RightPad(Pad):
-    """Pads samples on the right. `Padding` does so for a model.
+    """Pads samples by `pad_right`, without a model.
+
+    `GradientAccumulator` puts a `Padding` in its place, which knows the model, and which alone pads with ``fills`` and
+    to a ``shape``.
 
     Args:
-        fills: Padding values of your own, ``{key: value}``.
+        fills: Padding values of your own, ``{key: value}``, for that `Padding`.
 
     Raises:
         PlanError: A value that is no number.
@@ -98,7 +102,8 @@ def _are_rows_of_tokens(samples: Sequence[Any]) -> bool:
         return False
     try:
         return all(max(map(NUM_DIMS, map(itemgetter(name), samples))) < 2 for name in names.pop())
-    except AttributeError:  # lists of numbers
+    except AttributeError:
+        # Lists of numbers have no dims.
         return False
 
 

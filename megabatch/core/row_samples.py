@@ -49,7 +49,7 @@ class RowSamples(Samples):
         return RowSamples(rows, self.batching.origin, self._length, self.part)
 
     def one_view(self, index: int) -> Any:
-        """Return the sample at ``index``, an element of a list of samples."""
+        """Return row ``index`` as a sample, a view of the batch."""
         return {name: tensor[index] for name, tensor in self._batch.items()}
 
     def keys(self) -> list[tuple[str, ...]]:

@@ -88,7 +88,7 @@ class Batching:
 
     @property
     def origin(self) -> "Batching":
-        """The batching of the accumulator. One that was made for the plan of a call returns another."""
+        """The batching of the accumulator. One that was made for the plan of a call returns the one it was made of."""
         return self
 
     def for_microbatches(self) -> "Batching":
@@ -184,7 +184,16 @@ class Batching:
 
 
 class Samples:
-    """A list of samples: how many, how long, and any of them as one microbatch. Other batches have subclasses."""
+    """A list of samples: how many, how long, and any of them as one microbatch. Other batches have subclasses.
+
+    Attributes:
+        is_list: True if the batch is a list of samples, which may have unequal lengths.
+        is_in_memory: False if samples are loaded in their turn.
+        part: Returns the loss's view of a collated microbatch on this rank.
+        lengths: Tokens of each sample that plans count, of which ``len()`` is the number.
+        num_samples: Samples of the batch. ``len()`` is larger if samples are cut into chunks.
+        num_tokens: Tokens of the batch without padding. The number of samples if these are images.
+    """
 
     is_list = True
     is_in_memory = True
@@ -201,7 +210,7 @@ class Samples:
         Args:
             batch: All samples of this rank.
             batching: Makes microbatches of them.
-            length: The user's length of a sample; None counts the size of dim 0 of its first tensor.
+            length: The user's length of a sample; None counts the size of dim 0 of a sample's first tensor.
             part: Returns the loss's view of a collated microbatch on this rank. None returns the microbatch.
         """
         self.batching = batching
@@ -330,7 +339,7 @@ class Samples:
         return Samples(self._batch[-1:], self.batching.origin, self._length, self.part)
 
     def one_view(self, index: int) -> Any:
-        """Return the sample at ``index``, an element of a list of samples."""
+        """Return the sample at ``index``, on the memory of the batch."""
         return self._batch[index]
 
     def one(self, index: int) -> Any:

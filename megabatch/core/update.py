@@ -52,7 +52,8 @@ class Update:
         num_samples: Samples of all ranks.
         num_tokens: Tokens of all ranks, without padding.
         num_microbatches: Microbatches of each rank, with dummy microbatches.
-        reports: The report of each rank without its weights, see `OpenUpdate._report`. [ranks, 4 + terms]
+        reports: The report of each data and context rank, up to the totals of its differentiable terms, see
+            `OpenUpdate._report`. [ranks, 4 + differentiable terms]
         announced: By term, the weight that `open` was told and the one that the losses returned.
     """
 
@@ -159,7 +160,7 @@ class OpenUpdate:
         is_dropped: True once the update was dropped, which a loop of the user's may not know.
         is_taken: True if the gradient on this rank was changed between two calls.
         loss_scale: The scale of a GradScaler.
-        total_factor: The factor by which the last total was multiplied before its backward.
+        total_factor: The smallest factor by which a total of the last microbatch was multiplied before its backward.
         taking_back: State that a microbatch adds outside of gradients: its name, and a function that undoes it.
         keeps_cut: The reason why a microbatch may not run in parts, if it may not.
     """
@@ -387,7 +388,7 @@ class OpenUpdate:
         """Raise an error that another rank has sent meanwhile, where ranks do not run their microbatches in step."""
 
     def report(self, update: Update) -> Update:
-        """Return the closed update as far as it is known."""
+        """Return the closed update, without the numbers that other code did not tell."""
         return update
 
     def _report(self, names: list[str], settings: str) -> Tensor:

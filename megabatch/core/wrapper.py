@@ -30,7 +30,8 @@ from megabatch.torch_private.module_members import members_of_module
 from megabatch.torch_private.optimizers import optimizers_in_backward
 
 DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
-Choice = tuple[str, str]  # a policy, "last", "every", "gather_once" or "replica_last", and why
+# A policy, "last", "every", "every:K", "gather_once" or "replica_last", and the reason for it.
+Choice = tuple[str, str]
 CHANGED = (
     "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
     "(and wrap the model anew) after such a change"
@@ -38,39 +39,61 @@ CHANGED = (
 
 
 class Wrapper:
-    """Knows how the gradients of a model are summed over ranks, and when. One rank needs no reduction."""
+    """Knows how the gradients of a model are summed over ranks, and when. One rank needs no reduction.
+
+    Attributes:
+        kind_name: Name of the wrapper in errors.
+        loss_factor: Factor of every total, the number of ranks where the wrapper averages over them.
+        is_pipeline: True if the microbatches of a call run together.
+        run_call: Runs the microbatches of a call in place of the accumulator, and returns this rank's sums.
+        new_planner: Makes the planner of calls, where the wrapper splits samples by a rule of its own.
+        forwards_meet: True if ranks wait for each other in every module that is called.
+        writes_buffers: True if the wrapper itself writes buffers in a forward.
+        replaces_gradients: True if the wrapper itself sets ``p.grad`` to other views.
+        shows_gathered: True while the modules show other parameters, gathered from the shards.
+        is_held: True while the reduction of the open update waits for `finish_update`, see `hold_reduction`.
+        uncounted: Parameters whose gradient other ranks count in the norm.
+        wants_comparison: True if this rank has a new loss, whose collectives ranks are to compare.
+        collectives_digest: Hash of the collectives of the update in their order, which ranks compare.
+        is_counting: True while a microbatch runs, False while a dummy microbatch runs, else None.
+        parameters: The trained parameters.
+        device: Where the model expects its inputs.
+        norm_groups: Groups of ranks with further parts of the gradient that no DTensor describes.
+        models: The models that the loss calls.
+    """
 
     kind_name = "no wrapper"
     loss_factor = 1.0
-    is_pipeline = False  # the microbatches of a call run together
-    run_call: Any = None  # runs the microbatches of a call in place of the accumulator, and returns this rank's sums
-    new_planner: Any = None  # makes the planner of calls, where the wrapper splits samples by a rule of its own
-    forwards_meet = False  # ranks wait for each other in every module that is called
-    writes_buffers = False  # the wrapper itself writes buffers in a forward
-    replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
-    shows_gathered = False  # the modules show other parameters for now, gathered from the shards
-    is_held = False  # the reduction of the open update waits for `finish_update`, see `hold_reduction`
+    is_pipeline = False
+    run_call: Any = None
+    new_planner: Any = None
+    forwards_meet = False
+    writes_buffers = False
+    replaces_gradients = False
+    shows_gathered = False
+    is_held = False
     accumulating = property(attrgetter("parameters"), doc="The parameters whose ``grad`` autograd adds to.")
-    uncounted: Sequence[nn.Parameter] = ()  # parameters whose gradient other ranks count in the norm
-    wants_comparison = False  # this rank has a new loss, whose collectives ranks are to compare
-    collectives_digest = 0  # a hash of the collectives of the update in their order, which ranks compare
-    is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
+    uncounted: Sequence[nn.Parameter] = ()
+    wants_comparison = False
+    collectives_digest = 0
+    is_counting: bool | None = None
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         self.ranks = ranks
         self.parameters = trainable(model)
         self._dtypes = [parameter.dtype for parameter in self.parameters]
-        self.device = next(model.parameters()).device  # where the model expects its inputs
-        self.norm_groups: list[dist.ProcessGroup] = []  # ranks with further parts of the gradient, not in a DTensor
+        self.device = next(model.parameters()).device
+        self.norm_groups: list[dist.ProcessGroup] = []
         self._wide = Gradients()
         self._model = model
         # Of the last walk over the model: its dicts of parameters and children, what is in them, and all parameters.
         self._empty_dicts: list[dict[str, Any]] = []
         self._filled_dicts: list[dict[str, Any]] = []
         self._members: list[object] = []
-        self._walked_by = 0  # id of the wrapper; a copy walks its own model
+        # Id of the wrapper that walked. A copy has another, and walks its own model.
+        self._walked_by = 0
         self._all_parameters: list[nn.Parameter] = []
-        self.models = [model]  # the models that the loss calls
+        self.models = [model]
         named = model.named_parameters()
         refuse_float16((f"parameter {name!r}", parameter.dtype) for name, parameter in named)
 
