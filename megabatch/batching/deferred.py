@@ -138,19 +138,18 @@ class DeferredSamples(Samples):
         weights = self._batch.weights
         return None if weights is None else sum(weights[row] for row in rows)
 
-    def count_again(
+    def check_names(
         self, microbatch: Microbatch, announced: dict[str, float], count: Callable[[Microbatch], dict[str, float]]
-    ) -> dict[str, float]:
-        """Return the weights that ``weigh`` counts in a microbatch whose weight was given before it was loaded."""
+    ) -> None:
+        """Compare the terms that ``weigh`` counts in a microbatch whose weight was given before it was loaded."""
         if self._batch.weights is None:
-            return announced
+            return
         weights = count(microbatch)
         if weights.keys() != announced.keys():
             raise LossContractError(
                 f"weigh names the terms {sorted(weights)} but weights of Deferred have no name; "
                 "return a number from weigh, or leave weights out"
             )
-        return weights
 
     def in_turn(self, microbatches: Sequence[Sequence[int]]) -> Generator[Microbatch]:
         """Yield each of ``microbatches``, while the next ones are prepared in a thread.

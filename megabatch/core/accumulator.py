@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +54,20 @@ class Parts:
     new_update: type[OpenUpdate] = OpenUpdate
 
 
+@dataclass
+class Outcome:
+    """The end of an update. ``is_finite`` is its ``update.finite``, and True before."""
+
+    is_finite: Tensor | bool = True
+
+
+class DummySample(NamedTuple):
+    """A sample of which a rank without samples makes a dummy microbatch, and the outcome of the last update with it."""
+
+    samples: Samples
+    outcome: Outcome
+
+
 class Accumulator:
     """Computes the exact gradient of an update, microbatch by microbatch, with the objects that it is made of."""
 
@@ -62,10 +76,9 @@ class Accumulator:
         self.ranks = parts.wrapper.ranks
         self.call_guard, self.error_guard = parts.call_guard, parts.error_guard
         self._wide, self._new_update = parts.wide, parts.new_update
-        # By loss, a function that makes a dummy microbatch of a sample of an earlier call.
-        self._dummies: ByLoss[Callable[[], Microbatch | None]] = ByLoss()
-        # ``update.finite`` of the last update. True again after a call with samples.
-        self._was_finite: Tensor | bool = True
+        # By loss, the last sample of an earlier call.
+        self._dummies: ByLoss[DummySample] = ByLoss()
+        self._outcome = Outcome()
         self._open: OpenUpdate | None = None
         # True after a failed call of an update that had other calls, until finalize() or discard().
         self._is_lost = False
@@ -302,8 +315,7 @@ class Accumulator:
     def _remember(self, prepared: PreparedBatch, loss_fn: Any) -> None:
         """Keep a sample for a later call without samples: this rank then repeats it, with weight 0."""
         if not self.ranks.is_alone and len(prepared.samples):
-            self._dummies.set(loss_fn, partial(self._make_dummy, prepared.samples.copy_last()))
-            self._was_finite = True
+            self._dummies.set(loss_fn, DummySample(prepared.samples.copy_last(), self._outcome))
 
     def _open_for_call(self) -> OpenUpdate:
         """Return the open update, or open one, without the gradients of the one before."""
@@ -328,20 +340,19 @@ class Accumulator:
         if self._open is not None:
             self._open.check_can_add()
 
-    def _make_dummy(self, samples: Samples) -> Microbatch:
-        # By the current planner, since a lower limit may have changed its shapes.
-        return self.planner.dummy(samples)
-
     def _recall(self, loss_fn: object) -> Microbatch | None:
         """Return a dummy microbatch from an earlier call with the same loss, for a rank without samples.
 
-        Samples of an update that was not finite are dropped: zero times a gradient that is not finite is NaN.
+        A sample of an update that was not finite is none: zero times a gradient that is not finite is NaN.
         """
+        dummy = self._dummies.get(loss_fn)
         # This waits for the device, but only where a rank has no sample.
-        if not self._was_finite:
-            self._dummies, self._was_finite = ByLoss(), True
-        make_dummy = self._dummies.get(loss_fn)
-        return None if make_dummy is None else make_dummy()
+        if dummy is None or not dummy.outcome.is_finite:
+            return None
+        # The model may have changed, so that the sample now spoils this update.
+        self._dummies.set(loss_fn, dummy._replace(outcome=self._outcome))
+        # By the current planner, since a lower limit may have changed its shapes.
+        return self.planner.dummy(dummy.samples)
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
         """Close the update. ``p.grad`` is then its gradient. Collective.
@@ -388,7 +399,8 @@ class Accumulator:
             if isinstance(error, MegabatchError):
                 raise (taken or error) from None
             raise
-        self._was_finite = update.finite
+        self._outcome.is_finite = update.finite
+        self._outcome = Outcome()
         position.update, position.call = position.update + 1, 0
         for after_finalize in self._extensions.after_finalize:
             after_finalize(self, update)

@@ -315,13 +315,11 @@ class MicrobatchStep:
 
     Attributes:
         announced: Weights by term in the ranks' agreement: counted by ``weigh``, or stated by a deferred batch.
-        weighed: Weights that ``weigh`` counts. They differ from `announced` only if stated weights are wrong.
     """
 
     microbatch: Microbatch
     index: int
     announced: dict[str, float]
-    weighed: dict[str, float]
     is_dummy: bool
     differentiate: ClassVar[Callable[[Tensor], None]] = staticmethod(Tensor.backward)
 
@@ -370,12 +368,12 @@ def iterate_steps(
             else:
                 microbatch = next(real)
             if count is None:
-                announced = weighed = {}
+                announced = {}
             elif is_dummy:
-                announced = weighed = count(microbatch)
+                announced = count(microbatch)
             else:
                 announced = prepared.weights[index]
-                weighed = samples.count_again(microbatch, announced, count)
+                samples.check_names(microbatch, announced, count)
             is_last = index == agreement.num_microbatches - 1
             with wrapper.microbatch(policies[index], last=is_last) if trains else contextlib.nullcontext():
                 wrapper.is_counting = not is_dummy
@@ -383,7 +381,7 @@ def iterate_steps(
                     samples.expect(microbatch)
                     on_device = microbatch if on_cpu else to_device(microbatch, wrapper.device)
                     on_device = samples.owned(microbatch, on_device)
-                    yield MicrobatchStep(on_device, index, announced, weighed, is_dummy)
+                    yield MicrobatchStep(on_device, index, announced, is_dummy)
                     del on_device
                 finally:
                     wrapper.is_counting = None

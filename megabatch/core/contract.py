@@ -235,8 +235,13 @@ def _read_weight(source: str, weight: Any) -> float | Tensor:
         raise LossContractError(f"{source} carries a gradient; count it from the data, or detach it")
     if weight.device.type == "cpu" or weight.numel() != 1:
         return _as_number(source, weight)
-    # Reading a number on a device would wait for the device.
-    return weight.reshape(()).to(accumulation_dtype(weight.device))
+    return weight_on_device(weight)
+
+
+def weight_on_device(weight: Tensor) -> Tensor:
+    """Return a weight as a scalar, which is not read: that would wait for the device. A negative one becomes NaN."""
+    weight = weight.detach().reshape(()).to(accumulation_dtype(weight.device))
+    return torch.where(weight >= 0, weight, math.nan)
 
 
 def _split_pair(name: str, source: str, pair: Any) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from megabatch.torch_private.foreach import multiply_all
 
 # As in torch.nn.utils.clip_grad_norm_.
 CLIP_EPSILON = 1e-6
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
 
 
@@ -65,9 +66,8 @@ def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
     """Refuse forwards of ``models`` under an autocast to float16 on CPU or CUDA, while this context is open."""
 
     def look(*_: object) -> None:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                refuse_float16([("what torch.autocast computes in", torch.get_autocast_dtype(device))])
+        if autocasts_to_float16():
+            refuse_float16([("what torch.autocast computes in", torch.float16)])
 
     # autocast is entered inside the loss, so only a forward can see it.
     hooks = [model.register_forward_pre_hook(look) for model in models]
@@ -76,6 +76,12 @@ def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def autocasts_to_float16() -> bool:
+    """Return True if autocast is on for a device, and computes in float16."""
+    enabled = filter(torch.is_autocast_enabled, DEVICES)
+    return torch.float16 in map(torch.get_autocast_dtype, enabled)
 
 
 def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -148,7 +154,7 @@ def total_norm(
 
 def clip_gradients(
     parameters: Sequence[nn.Parameter],
-    max_norm: float | Tensor,
+    max_norm: float,
     factor: float | Tensor | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
     *,

@@ -128,7 +128,7 @@ class DataRanks:
         """
         if self._messages is None:
             return [list(numbers)]
-        row = torch.tensor([numbers], dtype=torch.float64, device="cpu").reshape(1, -1)
+        row = torch.tensor([numbers], dtype=torch.float64, device="cpu")
         return self._messages.exchange(row, self.position).tolist()
 
     def exchange_objects(self, value: Any) -> list[Any]:

@@ -46,7 +46,9 @@ class RightPad(Pad):
         self.fills = check_fills(fills)
 
     def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
-        return pad_right(samples)
+        length = None if shape is None else shape[1]
+        columns = gather_columns(samples).items()
+        return {name: stack_padded(name, values, self.fills.get(name), length) for name, values in columns}
 
 
 class Padded(Batching):

@@ -297,11 +297,10 @@ class Samples:
         """Return the weight that the user gave for samples; None if none was given."""
         return None
 
-    def count_again(
+    def check_names(
         self, microbatch: Microbatch, announced: dict[str, float], count: Callable[[Microbatch], dict[str, float]]
-    ) -> dict[str, float]:
-        """Return the weights that ``weigh`` counts in a planned microbatch. A deferred batch may announce others."""
-        return announced
+    ) -> None:
+        """Raise `LossContractError` if ``weigh`` counts other terms in a planned microbatch than were announced."""
 
     def in_turn(self, microbatches: Sequence[Sequence[int]]) -> Generator[Microbatch]:
         """Yield each of ``microbatches``."""

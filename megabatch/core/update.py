@@ -26,6 +26,7 @@ from megabatch.errors import LossContractError, MegabatchError, PlanError
 # The message between devices has a fixed size, so that no rank can wait for a longer one.
 MAX_TERMS = 16
 # Numbers of a report before its totals: the fault, the counted and the returned weight, and a hash of the names.
+FAULT, NAMES_HASH = 0, 3
 HEAD_SIZE = 4
 # Faults beside 1.0, which stands for weights that differ: other code changed the gradient between two calls,
 # update_weight= of microbatch() is not the sum of its weights, and a loss was multiplied after scale().
@@ -84,7 +85,7 @@ class Update:
 
     def problem(self) -> MegabatchError | None:
         """Return an error that names the fault, or None. Missing weight is not a fault. Wait for the device."""
-        if len(self.reports[:, 3].unique()) > 1:
+        if len(self.reports[:, NAMES_HASH].unique()) > 1:
             return LossContractError(
                 "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave "
                 "to finalize(), or in the FSDP or DDP modules that their forwards and backwards went through; give the "
@@ -135,6 +136,8 @@ def _problem_of_rank(
         )
     if fault:
         return weights_differ(where, counted, returned)
+    if math.isnan(returned):
+        return LossContractError(f"a weight of the loss is negative or NaN on {where}; a weight counts, from 0")
     if not all(map(math.isfinite, totals)):
         return MegabatchError(f"the loss is not finite on {where}")
     return None
@@ -229,7 +232,9 @@ class OpenUpdate:
     def check_complete(self) -> None:
         """Raise `MegabatchError` if the update cannot close."""
         if self.is_running:
-            raise MegabatchError(NOT_OPEN)
+            raise MegabatchError(
+                "finalize() was called inside of a call; call it after forward_backward() has returned"
+            )
 
     def check_replaceable(self, weight: float) -> None:
         """Raise `PlanError` if ``weight`` cannot replace the divisor, since `open` was told another."""
@@ -297,7 +302,8 @@ class OpenUpdate:
         A dummy microbatch adds only the names of its terms.
         """
         if step.is_dummy:
-            nothing = {name: Term(self._scalar(0.0), 0.0) for name in terms}
+            # 0, or NaN for a total that is not finite: so is then the gradient.
+            nothing = {name: Term(term.total.detach().to(self._dtype) * 0.0, 0.0) for name, term in terms.items()}
             add_terms(self._sums, nothing)
             return nothing
         detached = {name: Term(term.total.detach().to(self._dtype), term.weight) for name, term in terms.items()}
@@ -337,9 +343,9 @@ class OpenUpdate:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
         quotients = totals / weights
         terms = dict(zip(names, quotients.unbind(), strict=True))
-        agree = ~reports[:, 0].any()
+        agree = ~reports[:, FAULT].any()
         if len(reports) > 1:
-            agree = agree & (reports[:, 3] == reports[0, 3]).all()
+            agree = agree & (reports[:, NAMES_HASH] == reports[0, NAMES_HASH]).all()
         if len(carrying) == 1:
             loss = terms[carrying[0]]
         else:
@@ -428,7 +434,7 @@ def _raise_breach(update: Update) -> None:
     problem = update.problem()
     if isinstance(problem, LossContractError):
         raise problem
-    if problem is not None and bool((update.reports[:, 0] == TAKEN).any()):
+    if problem is not None and bool((update.reports[:, FAULT] == TAKEN).any()):
         raise problem
 
 

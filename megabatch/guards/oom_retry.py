@@ -144,14 +144,14 @@ class OOMRetry:
         self, step: MicrobatchStep, rows: Rows, wanted: Sequence[nn.Parameter] | None, retold: Mapping[str, int]
     ) -> PartStep:
         try:
-            microbatch, announced, weighed = _take_part(self._prepared.samples, rows, self._weigh)
+            microbatch, announced = _take_part(self._prepared.samples, rows, self._weigh)
             microbatch = self._prepared.samples.owned(microbatch, to_device(microbatch, self._wrapper.device))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise self._failure(step, rows, "and again before its part was run", error) from error
         parameters = self._wrapper.parameters
-        return PartStep(microbatch, step.index, announced, weighed, step.is_dummy, parameters, wanted, retold)
+        return PartStep(microbatch, step.index, announced, step.is_dummy, parameters, wanted, retold)
 
     def _check(self, step: MicrobatchStep, rows: Rows, before: Receipt, num_sent: int | None, error: Exception) -> None:
         """Raise `MegabatchError` if a microbatch that did not fit cannot run in parts."""
@@ -181,7 +181,7 @@ class OOMRetry:
         """Return True if the weights of the halves add up to the weight that was announced to the ranks."""
         sums: Counter[str] = Counter()
         for half in split_in_halves(rows):
-            _, weights, _ = _take_part(self._prepared.samples, half, self._weigh)
+            _, weights = _take_part(self._prepared.samples, half, self._weigh)
             if weights.keys() != step.announced.keys():
                 return False
             sums.update(weights)
@@ -248,15 +248,10 @@ def _received(before: Receipt) -> set[int]:
     }
 
 
-def _take_part(
-    samples: Samples, rows: tuple[int, ...], weigh: Weigh | None
-) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
-    """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
+def _take_part(samples: Samples, rows: tuple[int, ...], weigh: Weigh | None) -> tuple[Microbatch, dict[str, float]]:
+    """Return samples as a microbatch on the CPU, and its announced weights."""
     microbatch = samples.take(rows)
     if weigh is None:
-        return microbatch, {}, {}
-    weighed = weights_of(weigh, microbatch)
+        return microbatch, {}
     stated_weight = samples.given_weight(rows)
-    if stated_weight is None:
-        return microbatch, weighed, weighed
-    return microbatch, counted_weights(stated_weight), weighed
+    return microbatch, weights_of(weigh, microbatch) if stated_weight is None else counted_weights(stated_weight)

@@ -253,7 +253,7 @@ class Replicas(Extension):
         for name in self._sums.differentiable:
             opened.add_unseen(name, 0.0)
         for index, terms in enumerate(self._sums.terms):
-            opened.add(terms, MicrobatchStep({}, index, {}, {}, is_dummy=False))
+            opened.add(terms, MicrobatchStep({}, index, {}, is_dummy=False))
         opened.num_samples, opened.num_microbatches = len(self._ids), len(self._groups)
         opened.num_tokens = int(self._sampler.lengths[self._ids].sum())
 

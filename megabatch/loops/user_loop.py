@@ -25,8 +25,9 @@ from megabatch.core.contract import (
     accumulation_dtype,
     describe_missing_gradient,
     terms_of,
+    weight_on_device,
 )
-from megabatch.core.gradients import separate_gradients
+from megabatch.core.gradients import autocasts_to_float16, separate_gradients
 from megabatch.core.guard import CallGuard, ErrorGuard
 from megabatch.core.update import MISCOUNTED, MULTIPLIED, OpenUpdate, Update, add_terms
 from megabatch.core.wrapper import Wrapper, policies_of_call
@@ -111,9 +112,7 @@ def read_loss_weight(sum_over: float | Tensor | None, mean_over: float | Tensor 
 def read_weight(name: str, value: float | Tensor, *, waits: bool = False) -> float | Tensor:
     """Return a weight as a number, or as a scalar on its device unless ``waits``. Raises `PlanError` for others."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "cpu" and not waits:
-        weight = value.detach().reshape(()).to(accumulation_dtype(value.device))
-        # NaN makes the update not finite, without waiting for the device.
-        return torch.where(weight >= 0, weight, math.nan)
+        return weight_on_device(value)
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -300,10 +299,7 @@ class LoopUpdate(OpenUpdate):
         self._count()
 
     def _note_autocast(self, *_: object) -> None:
-        self._saw_float16 |= any(
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-            for device in ("cpu", "cuda")
-        )
+        self._saw_float16 |= autocasts_to_float16()
 
     def _check_backward(self, part: "LoopMicrobatch") -> None:
         """Raise `MegabatchError` unless the body of a microbatch ran a backward, and scaled as the one before did."""
@@ -539,7 +535,7 @@ class LoopMicrobatch:
         loop.check_unmoved(where)
         _check_kind(where, loss, self.weight, loop.of)
         total = _total(where, loss, self.weight)
-        step = MicrobatchStep({}, self.index, {}, {}, is_dummy=False)
+        step = MicrobatchStep({}, self.index, {}, is_dummy=False)
         term = {PAIR_NAME: Term(total, loop.tell_weight(kind, value))}
         scaled = loop.objective(term, step)
         loop.add(term, step)

@@ -293,7 +293,7 @@ def _couple(
     if len(weights) < len(names):
         weights = {}  # only the device knows, and reading it would wait
     call.opened.count_call(replace(call.agreement, weights=weights))
-    step = MicrobatchStep(None, 0, weights, weights, is_dummy=False)
+    step = MicrobatchStep(None, 0, weights, is_dummy=False)
     objective = call.opened.objective(terms, step)
     # Every rank has computed the same terms: they are counted once.
     counts = all(group.rank() == 0 for group in call.wrapper.ranks.data_groups)
@@ -369,4 +369,4 @@ def _report_drift(call: CoupledCall, drifted: Tensor, sums: dict[str, Term]) -> 
         return
     # Reading the flag would wait for the device, so it goes into the sums as NaN.
     nothing = {name: Term(torch.where(drifted, torch.nan, 0.0), 0.0) for name in sums}
-    call.opened.add(nothing, MicrobatchStep(None, 0, {}, {}, is_dummy=False))
+    call.opened.add(nothing, MicrobatchStep(None, 0, {}, is_dummy=False))

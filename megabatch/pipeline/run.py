@@ -109,7 +109,7 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
         ordered = [microbatches[index] for index in order]
         if model.ranks.context_groups:
             ordered = _cut_over_context(ordered, sizes, model.ranks)
-        return [MicrobatchStep(microbatch, index, {}, {}, False) for index, microbatch in enumerate(ordered)]
+        return [MicrobatchStep(microbatch, index, {}, False) for index, microbatch in enumerate(ordered)]
 
     last = _LastStage(model, *_recorded_by_all(make, loss_fn, model, device, None, sizes), loss_fn, None)
     try:

@@ -51,7 +51,7 @@ FAILURES = {
         "forward_backward() or microbatch() was called inside", call_inside_a_loss, MegabatchError
     ),
     "finalize without an update": Failure(NONE_OPEN, lambda: accumulator().finalize(), MegabatchError),
-    "finalize inside a loss": Failure(NONE_OPEN, finalize_inside_a_loss, MegabatchError),
+    "finalize inside a loss": Failure("finalize() was called inside", finalize_inside_a_loss, MegabatchError),
     "finalize after an error": Failure(NONE_OPEN, finalize_after_an_error, MegabatchError),
     "finalize twice": Failure(NONE_OPEN, finalize_twice, MegabatchError),
     "max_norm=0": Failure("max_norm … is 0", lambda: finalize(max_norm=0)),
