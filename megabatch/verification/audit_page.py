@@ -57,6 +57,7 @@ figcaption { margin: 30px 0 0; font-size: 13px; color: var(--muted); display: fl
   background: var(--color); }
 pre { overflow-x: auto; padding: 10px 12px; border-radius: 6px; background: var(--raised); font-size: 13px; }
 pre span { display: block; }
+.fact { white-space: pre-wrap; padding-left: 12ch; text-indent: -12ch; }
 .plus { color: var(--leaf); } .minus { color: var(--rose); } .place { color: var(--muted); }
 details { margin-top: 8px; } summary { width: fit-content; padding: 4px 0; color: var(--accent); cursor: pointer; }
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
@@ -86,7 +87,10 @@ def page_of(audit: Audit) -> str:
         f'<header class="{tone}"><div class="mark" aria-hidden="true">{mark}</div>',
         f"<h1>{escape(_sentence(verdict))}</h1>",
         f"<p>megabatch audit of {escape(command)}</p></header><main>",
-        f"<pre>{escape(str(audit))}</pre>",
+        # The first line is the heading.
+        "<pre>",
+        *(f'<span class="fact">{escape(line)}</span>' for line in str(audit).splitlines()[1:]),
+        "</pre>",
         *_picture(audit),
         *_change(audit),
         *_details(audit),
