@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from megabatch.core.contract import Prepare, Weigh
 from megabatch.errors import PlanError
 from megabatch.inspection.mappings import as_dict, is_dense
 from megabatch.inspection.odd_values import to_dense_tensor
@@ -27,13 +28,9 @@ Microbatch = Any
 """The return value of collate: a mapping of tensors, unless the user's collate returns another object."""
 Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
-Prepare = Callable[[Microbatch], Microbatch]
-Weigh = Callable[[Microbatch], Any]
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 STOPPED = "raised StopIteration: an iterator in it has ended, and not the data; give next() a default"
-BESIDE_TOKENS = ("_mask", "position_ids", "token_type_ids")
-"""Ends of keys that are no targets."""
 
 
 class Pad:

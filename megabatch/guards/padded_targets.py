@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from megabatch.core.contract import LossHooks
-from megabatch.core.samples import BESIDE_TOKENS, Microbatch, Samples
+from megabatch.core.samples import Microbatch, Samples
 from megabatch.errors import LossContractError
 from megabatch.inspection.sample_kinds import shape_of
 from megabatch.planning.plan import Plan
 from megabatch.torch_private.loss_nodes import CROSS_ENTROPIES, DIFFERENCES, reduction_of, targets_of
 
 MAX_COMPARED_SAMPLES = 8
+BESIDE_TOKENS = ("_mask", "position_ids", "token_type_ids")
+"""Ends of keys that are no targets."""
 NOT_COUNTED = ("input_ids", *BESIDE_TOKENS)
 """Ends of keys whose padding no weight counts."""
 
