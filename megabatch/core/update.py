@@ -301,8 +301,8 @@ class OpenUpdate:
 
         A dummy microbatch adds only the names of its terms.
         """
+        # A dummy adds 0, or NaN for a total that is not finite: so is then the gradient.
         if step.is_dummy:
-            # 0, or NaN for a total that is not finite: so is then the gradient.
             nothing = {name: Term(term.total.detach().to(self._dtype) * 0.0, 0.0) for name, term in terms.items()}
             add_terms(self._sums, nothing)
             return nothing

@@ -304,25 +304,25 @@ class _Proof(GradientComparison):
         for name in uncut.sums:
             total, weight = map(float, uncut.sums[name])
             cut_total, cut_weight = map(float, cut.sums.get(name, missing))
+            no_sum = _differ(total, cut_total)
+            of_routers = no_sum and name in find_router_terms(self.root, self.compute_terms, self.everything)
+            if of_routers:
+                yield (
+                    f"the total of {name!r} has in it a router loss over the batch: a product of means over tokens, "
+                    "which every cut changes; give it as a named term with its own weight, and to be exact under every "
+                    "cut as experts.sequence_balance"
+                )
             if _differ(weight, cut_weight):
                 yield (
                     f"the weight of {name!r} is no count: {weight:.6g} for the batch whole, {cut_weight:.6g} added "
                     f"over its {number} microbatches; it counts microbatches, or padding (only labels are padded with "
                     "-100), and not what is summed: return the number of targets"
                 )
-            if not _differ(total, cut_total):
-                continue
-            if name in find_router_terms(self.root, self.compute_terms, self.everything):
+            if no_sum and not of_routers:
                 yield (
-                    f"the total of {name!r} has in it a router loss over the batch: a product of means over tokens, "
-                    "which every cut changes; give it as a named term with its own weight, and to be exact under every "
-                    "cut as experts.sequence_balance"
+                    f"the total of {name!r} is no sum: {total:.6g} for the batch whole, {cut_total:.6g} added over its "
+                    f"{number} microbatches; it is divided, perhaps to a mean, or couples samples: return the sum"
                 )
-                continue
-            yield (
-                f"the total of {name!r} is no sum: {total:.6g} for the batch whole, {cut_total:.6g} added over its "
-                f"{number} microbatches; it is divided, perhaps to a mean, or couples samples: return the sum"
-            )
 
     def _find_unused_targets(self) -> Iterator[str]:
         """Find labels at position 0 that the weight counts and the total never sums, as after a causal shift."""

@@ -14,7 +14,10 @@ from megabatch.train.cli import front
 from megabatch.train.report.runs import RunSummary, best_run, differing_keys, find_runs, runs_text, summarize
 from tests.page.made_runs import evaluations, lines, recipe, update, whole_run
 
-HOLD = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(); sys.stdin.read()"
+HOLD = (
+    "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); "
+    "sys.stdin.read()"
+)
 
 
 def some_runs(folder: Path) -> Path:

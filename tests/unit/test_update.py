@@ -1,9 +1,12 @@
 """The result of an update: its loss, its terms and metrics, each with a divisor of its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megabatch import GradientAccumulator, LossContractError, Update, loss
+from megabatch.core.contract import weight_on_device
 from tests.unit.small import count, expected, gradients, model_of_integers, same_bits, samples, squares, weighed
 
 TARGETS = [3, 1, 0, 5, 2, 4, 1, *[0] * 9]  # 16 of them in 16 samples
@@ -85,6 +88,20 @@ def test_a_term_without_weight_may_still_spoil_the_gradient():
     assert torch.isfinite(update.loss)
     assert not update.finite
     assert str(update.problem()) == "the loss is not finite on data rank 0 of 1"
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_a_weight_that_stays_on_its_device_is_negative(weight):
+    """On a device, nothing is read before the end of the update. The report of a rank then names the weight."""
+    unread = weight_on_device(torch.tensor([weight]))
+    assert unread.isnan()
+    update, _ = run()
+    reports = update.reports.clone()
+    reports[0, 2] = unread
+    problem = replace(update, reports=reports).problem()
+    assert isinstance(problem, LossContractError)
+    assert str(problem).startswith("a weight of the loss is negative or NaN on data rank 0 of 1")
+    assert torch.equal(weight_on_device(torch.tensor([2.0])), torch.tensor(2.0, dtype=torch.float64))
 
 
 def test_sums_are_kept_in_float64():
