@@ -79,13 +79,13 @@ class NewLossTrial:
         random = random_state.note(wrapper.device)
         before = Receipt.of(wrapper.accumulating)
         # The loss may pop its labels.
-        given = dict(step.microbatch) if isinstance(step.microbatch, Mapping) else {}
+        microbatch_before = dict(step.microbatch) if isinstance(step.microbatch, Mapping) else {}
         terms = run.terms_of(step)
         if not call.takes_divisor:
             check_unmoved(wrapper, before)
         self._check_reach(call, before, terms, [step.microbatch, *call.given])
         totals = [term.total for term in terms.values() if term.total.requires_grad]
-        check_totals(self._padding.running_lengths, given, graph_nodes(totals))
+        check_totals(self._padding.running_lengths, microbatch_before, graph_nodes(totals))
         # The receipt would keep gradients that a wrapper frees in its backward.
         del before
         if self._uses_up(call, terms):

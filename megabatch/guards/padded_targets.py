@@ -54,7 +54,7 @@ def check_weights(samples: Samples, plan: Plan, hooks: LossHooks) -> bool:
 def _find_ragged_keys(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of samples that differ in shape, without tokens and masks."""
     ragged: list[str] = []
-    for name in samples[0].keys():  # noqa: SIM118 - a TensorDict
+    for name in samples[0].keys():  # noqa: SIM118 - iterating over a TensorDict yields rows
         shapes = {shape_of(sample[name]) for sample in samples}
         if len(shapes) > 1 and not name.endswith(NOT_COUNTED):
             ragged.append(name)

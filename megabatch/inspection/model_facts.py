@@ -157,6 +157,7 @@ def input_embeddings(model: Any) -> Any:
 
 def output_embeddings(model: Any) -> Any:
     """Return the layer that makes the logits of a module of transformers; None where it has none."""
+    # transformers raises the second for models without logits.
     with contextlib.suppress(AttributeError, NotImplementedError):
         return model.get_output_embeddings()
     return None

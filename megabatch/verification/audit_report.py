@@ -122,7 +122,7 @@ class UpdateFindings:
 
     @property
     def relative_counts(self) -> Tensor:
-        """How often each microbatch is in the gradient, as multiples of the usual count; empty if it is not known."""
+        """Count of each microbatch in the gradient, as a multiple of the usual count. Empty if it is not known."""
         return torch.tensor(self.counts or [], dtype=torch.float64) / self.usual_count
 
     @property
