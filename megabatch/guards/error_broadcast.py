@@ -45,7 +45,9 @@ NUMBER, TOLD, HEARD = "megabatch: broadcasts", "megabatch: told", "megabatch: he
 KINDS: dict[str, type[MegabatchError]] = {"loss": LossContractError, "plan": PlanError}
 # The store goes away with the rank that holds it, or with the process group.
 STORE_FAILS = (RuntimeError, ValueError)
+# Seconds from one look into the store to the next.
 SECONDS_TO_LOOK = 0.5
+# Seconds in which the store has to answer.
 SECONDS_TO_ANSWER = 1.0
 # A rank gives the others this long before it leaves, since the store may be in its process.
 SECONDS_TO_HEAR = 5.0

@@ -25,6 +25,7 @@ BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 HARMLESS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 # Calls with new losses whose modules are looked at.
 MAX_CALLS = 8
+# Names in one warning.
 MAX_NAMES = 4
 MAX_COMPARED_ELEMENTS = 1 << 22
 

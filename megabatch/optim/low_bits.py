@@ -19,7 +19,9 @@ from megabatch.torch_private.autograd import count_writes
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.optimizers import step_hooks, unhooked
 
+# The entry "params" and the options of a group.
 Group = dict[str, Any]
+# Key of a parameter's state.
 LOW = "low_bits"
 # Half of a step of the high bits.
 HALF = 0x8000
@@ -32,6 +34,7 @@ REFUSED = {
     "LowBits": "it keeps low bits already",
     "SparseAdam": "it takes sparse gradients",
 }
+# Parts of the names of optimizers whose states are scaled by block.
 BLOCKWISE = ("8bit", "4bit", "Fp8")
 
 

@@ -295,7 +295,9 @@ class _LastStage:
         self._inputs, self._start = list[Inputs](), 0
         # Schedules change it later.
         self._with_graph = torch.is_grad_enabled()
+        # By index of each microbatch without an error.
         self._terms: dict[int, dict[str, Term]] = {}
+        # The first error, whose number is larger than that of any stage.
         self._failure: tuple[int, Exception] | None = None
 
     def run(self, sizes: Sequence[int], device: torch.device, *, backward: bool) -> None:

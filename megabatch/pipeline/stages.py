@@ -32,6 +32,7 @@ from megabatch.torch_private.operations import pytree
 from megabatch.torch_private.pipeline_schedules import run_schedule
 from megabatch.torch_private.versions import check_feature
 
+# Schedule steps of a call.
 MOST_STEPS = 4
 # Each schedule keeps buffers for everything that its step sends from stage to stage.
 KEPT_SCHEDULES = 2 * MOST_STEPS
@@ -141,6 +142,7 @@ class Pipeline(SelfWrapped):
         self.mesh, self.boundary, self.output = mesh, boundary, output
         # None after `agree_on_tied`, which sets ``tied`` when the first accumulator is made.
         self._copies: dict[str, nn.Parameter] | None = dict(tied or {})
+        # `agree_on_tied` sets it, when the first accumulator is made.
         self.tied: TiedParameters | None = None
         self.group = mesh.get_group("pp")
         rank, ranks = self.group.rank(), self.group.size()
@@ -154,7 +156,9 @@ class Pipeline(SelfWrapped):
         self.last_rank = 0 if self.kind.goes_back else ranks - 1
         # The first error of the last call, with its stage.
         self.failure: tuple[int, Exception] | None = None
+        # Ranks with the same stage wait for each other in its forward or backward.
         self.ranks_meet = False
+        # Structure of the last stage's output.
         self.structure: pytree.TreeSpec | None = None
         # By shape and number of microbatches, the last used at the end.
         self._schedules: OrderedDict[object, Any] = OrderedDict()

@@ -15,6 +15,7 @@ from megabatch.train.config import ModelConfig, SourceConfig
 from megabatch.train.data.sources import BrokenRowError, Row, rows_of
 from megabatch.train.model.architecture import load_tokenizer, silence
 
+# Bytes, and the few other tokens of ByT5.
 BYTE_TOKENS = 384
 KEY = "data.options"
 

@@ -25,6 +25,7 @@ from megabatch.train.runtime.shared_folder import SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
 EVENTS = ("start", "before_update", "around_backward", "after_update", "after_evaluation", "end")
+# Adds samples to the open update.
 ForwardBackward = Callable[[Sequence[Any]], Any]
 
 
@@ -168,6 +169,7 @@ class Callback:
     It does not know where a stream ends, or when a signal or ``eval.patience`` ends the run. None: only after such a
     last update."""
 
+    # True for an update in several calls of `RunContext.forward_backward`.
     splits_updates = False
 
     def start(self, context: RunContext) -> None:
@@ -236,6 +238,7 @@ class Callbacks:
         return [callback for callback in self.all if getattr(type(callback), event) is not getattr(Callback, event)]
 
 
+# Streams for copies to the host.
 _apart: dict[torch.device, torch.cuda.Stream] = {}
 
 

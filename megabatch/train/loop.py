@@ -32,6 +32,7 @@ from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
+# Rows of faster updates are written together.
 SECONDS_BETWEEN_WRITES = 0.25
 
 
@@ -96,7 +97,7 @@ def finish_update(context: RunContext) -> None:
     """Do what follows an update that was stepped: the callbacks, and the rows. Collective."""
     assert context.update is not None
     context.values = read_values(context.update)
-    context.heartbeat.made = time.monotonic()
+    context.heartbeat.last_stepped_at = time.monotonic()
     step = context.learner.step
     is_refused = not context.values["finite"] and context.config.update.on_nonfinite == "raise"
     # An update without targets is not finite either, and no problem.

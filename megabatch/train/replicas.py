@@ -30,7 +30,9 @@ from megabatch.train.runtime.exit import CrashedError
 from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
 
+# Environment variables of torchft.
 LIGHTHOUSE, REPLICA = "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID"
+# In seconds, as in torchft.
 COLLECTIVE_TIMEOUT = 60.0
 # A replica that comes waits until the others have made their update.
 QUORUM_TIMEOUT = timedelta(minutes=10)

@@ -26,6 +26,7 @@ from megabatch.train.config.sections import FUNCTION
 
 # Functions of these modules take no command and no path to run.
 OURS = ("megabatch.losses", "megabatch.train.classification")
+# The last line of a run's recipe.
 SEAL = "# sealed by megabatch: "
 
 

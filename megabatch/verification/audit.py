@@ -50,6 +50,7 @@ from megabatch.verification.audit_report import MAX_RESIDUAL, MEGABATCH, TINY, A
 
 # Where logits were seen; those that are nearest to the loss are right.
 FROM_LOSS, FROM_OUTPUT, FROM_HEAD = range(3)
+# Forwards without a backward that are remembered.
 MAX_FORWARDS = 64
 # Beginnings of modules on the stack of an optimizer's step, and the library whose loop it is.
 LIBRARIES = {
@@ -125,6 +126,7 @@ class _Forward:
         self.row_tokens: list[int] = []
         self.num_positions = 0
         self.has_logits = False
+        # Logits with a hook, while the model runs. Those of a head may be the output's.
         self.watched: dict[int, Tensor] = {}
         self.nearest = FROM_HEAD
         self.microbatch: _Microbatch | None = None
@@ -216,6 +218,7 @@ class _Recorder:
         # Tensors, modules and classes with hooks, by their ids, which stay theirs.
         self._known: dict[int, Any] = {}
         self._depth = 0
+        # Number of the update.
         self._number = 0
         self._update = _OpenUpdate()
         self._current: _Forward | None = None

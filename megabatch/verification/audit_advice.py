@@ -58,6 +58,7 @@ LOOP = """\
 -clip_grad_norm_(model.parameters(), max_norm)
 +gradient.finalize(max_norm=max_norm)
  {step}"""
+# By library, its diff, and the words for the line.
 DIFFS = {
     "TRL": (MIXIN, "class Exact(MegabatchTrainer, {trainer}): pass"),
     "Trainer": (MIXIN, "class Exact(MegabatchTrainer, {trainer}): pass"),

@@ -38,6 +38,7 @@ TINY = 1e-300
 TOKEN, SAMPLE, SEQUENCE = "token mean", "sample mean", "sequence mean"
 MEANS = {"token": TOKEN, "sample": SAMPLE, "sequence": SEQUENCE}
 OF_MICROBATCHES, OF_RANKS, NO_MEAN = "mean of microbatch means", "mean of rank means", "none of the known means"
+# The loop of megabatch.
 MEGABATCH = "megabatch"
 
 
@@ -141,6 +142,7 @@ class Audit:
     """The findings of `megabatch.audit`; ``print(found)`` prints them in ten lines."""
 
     def __init__(self) -> None:
+        # Records of all ranks that are here.
         self.records: list[Record] = []
         self.command = ""
         self._updates: list[UpdateFindings] | None = None

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from megabatch.torch_private.classes import is_dtensor
 from megabatch.torch_private.operations import pytree
 
+# Relative to the moved tensors, each in its own direction.
 STEPS = (1e-4, 1e-5, 1e-6)
 # From the model's own point, where a loss may have a kink.
 OFFSET = 1e-3
@@ -97,6 +98,7 @@ class _Outputs(_Line):
     def __init__(self, models: Sequence[nn.Module], generator: torch.Generator) -> None:
         super().__init__(models, generator)
         self._offsets: list[Tensor] = []
+        # None in the first evaluation.
         self._at: float | None = None
         self._number = 0
 
@@ -156,7 +158,9 @@ class _Tape(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._read: list[Any] = []
+        # Number of the next value to return. None in the first evaluation.
         self._number: int | None = None
+        # True if trained parameters were used without a gradient, which is not recorded.
         self.is_unsure = False
 
     def begin_again(self) -> None:

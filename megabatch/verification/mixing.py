@@ -14,6 +14,7 @@ from megabatch.torch_private.operations import pytree
 
 # Relative; the shape of a batch changes the last bits of a matrix product.
 TOLERANCE = 1e-6
+# Computes the loss of a microbatch, or its representations, with the model.
 Run = Callable[[Any], Any]
 
 

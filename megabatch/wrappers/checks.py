@@ -29,6 +29,7 @@ REDUCING = {
     "apex": "apex reduces gradients in every backward; give the model that it wraps, in torch's "
     "DistributedDataParallel",
 }
+# Module of the closures of `Dispatch`.
 DISPATCHING = "transformers.distributed.expert_parallel"
 
 

@@ -59,6 +59,7 @@ class OrderedWrapper(Wrapper):
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         super().__init__(model, ranks)
         self.collective_order = CollectiveOrder()
+        # Index among the models of a list, which share one order.
         self.index = 0
 
     @property

@@ -37,6 +37,7 @@ from megabatch.wrappers.rank_sums import sum_gradients, zeros_of
 # weight has small gradients, which float16 rounds to zero.
 HOME_OF_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 AVERAGING_HOOKS = ("allreduce_hook", "bf16_compress_hook")
+# Key in the metadata of an autograd node.
 _KEPT = "megabatch: kept"
 
 

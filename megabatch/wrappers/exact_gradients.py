@@ -13,6 +13,7 @@ from megabatch.wrappers.wide_gradients import WideGradients
 
 # The smallest value of the largest gradient, whose square float64 must hold.
 LEAST = 2.0**-200
+# Bits that a sum of squares keeps.
 BITS_OF_NORM = 40
 # Elements whose squares stay in a CPU's cache.
 PIECE = 1 << 16

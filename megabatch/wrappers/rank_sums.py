@@ -16,6 +16,7 @@ from megabatch.torch_private.classes import is_dtensor, is_partial
 # Gradients up to this size are summed together, as in DDP.
 BUCKET_BYTES = 25 * 2**20
 BUCKETS_IN_FLIGHT = 3
+# Layouts of a gradient.
 NO_GRADIENT, DENSE = range(2)
 
 

@@ -184,7 +184,7 @@ def get_stuck(met: Rendezvous, folder: Path) -> None:
         for step in range(1, 8):
             own.wait_for_samples(step)
             own.start_update(step)
-            own.made = time.monotonic()
+            own.last_stepped_at = time.monotonic()
         own.wait_for_samples(8)
         own.start_update(8)
         time.sleep(60 if met.rank == 1 else 4)

@@ -22,6 +22,7 @@ from megabatch.train.data.updates import balancing_cost
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 
+# Key of a checkpoint's metadata.
 KEY = "bound"
 EVEN, DEALT = "even_tokens", "dealt_tokens"
 AUTO = "auto"

@@ -28,6 +28,7 @@ from megabatch.train.model.frozen import TrainedOnly
 from megabatch.train.model.optimizer import decay_steps_of, settings_of
 from megabatch.train.parallel.wrap import is_pipeline
 
+# Key of a checkpoint's metadata: the microbatch limit after memory has run out.
 LEARNED = "learned"
 
 

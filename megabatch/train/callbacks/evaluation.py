@@ -30,15 +30,20 @@ from megabatch.train.runtime.files import Row
 from megabatch.train.runtime.plugins import Event, blamed, load_function
 from megabatch.train.runtime.ranks import Ranks
 
+# The return value of a collate function.
 Microbatch = Any
+# By name of a term, its total and its weight over a set.
 Sums = dict[str, tuple[float, float]]
 
+# Name of the term that a loss returns by itself.
 PAIR_NAME = "loss"
+# Names that a metric cannot have, because rows of token losses have them.
 OF_TOKENS = ("accuracy", "perplexity")
 # A pipeline runs so many microbatches for each stage at once: its stages wait for a fifth of the time at most.
 PER_STAGE = 4
 # Half a GiB in bfloat16, two and a half with what is computed of them.
 MOST_LOGITS = 2**28
+# The largest number of which float64 has the power of e.
 LARGEST_EXPONENT = 709
 
 
@@ -58,6 +63,7 @@ class Evaluation(Callback):
         self._terms = build_terms(config.eval, loss_fn, in_own_precision)
         name = config.eval.function
         self._own = None if name is None else load_function(name, "eval.function")
+        # Step of the last evaluation.
         self._step: int | None = None
 
     def start(self, context: RunContext) -> None:
@@ -396,8 +402,10 @@ class BestLossTracker:
     def __init__(self, config: EvalConfig, names: Collection[str]) -> None:
         self.name = choose_set(config, names)
         self._every, self._patience = config.every, config.patience
+        # The lowest loss so far.
         self.best: float | None = None
         self.best_step: int | None = None
+        # Evaluations since the lowest loss.
         self._num_worse = 0
         self._state = self._now()
 

@@ -33,7 +33,9 @@ from megabatch.train.runtime.exit import CrashedError
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
 # A parameter's norm counts as this share of the gradient's at least: that of a bias may be all rounding.
 LEAST_SHARE = 0.1
+# By bytes of an element, the integer type with the same bits.
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Sums of the elements of this rank's gradient of each parameter, and of their squares.
 Sums = list[list[float]]
 EVERYWHERE = "the gradient is not the one that other ranks make of its samples"
 
@@ -58,6 +60,7 @@ class HardwareCheck(Callback):
         self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
         self._are_whole = not any(isinstance(weight, DTensor) for weight in self._weights.values())
         self._shows_sum = context.model.wrapper.name == "ddp" and config.update.accumulate_dtype is None
+        # Gradient of the open update, from the other ranks.
         self._second: list[Tensor] = []
         context.learner.optimizer.register_step_pre_hook(self._compare_gradients)
 

@@ -17,9 +17,11 @@ from megabatch.train.data.updates import Dealing
 
 # Ranks settle after this many measured updates, then after twice as many, and so on.
 FIRST = 4
+# Number of newest updates that count.
 WINDOW = 32
 # The share of an update's seconds for which it is worth to deal otherwise.
 LEAST_GAIN = 0.05
+# The gain that a run reports, and the measured updates that show it.
 SAID_GAIN, SAID_AFTER = 0.1, 8
 # Below this factor between speeds, updates stay dealt as they are.
 LEAST_CHANGE = 1.1

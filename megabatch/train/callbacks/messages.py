@@ -24,6 +24,7 @@ from megabatch.train.runtime.oom_limit import lowered_settings
 
 # These compute nothing between the samples of a row.
 ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")
+# Lines of a plan on the screen.
 MOST_PLAN_LINES = 12
 PROCESS = Path("/proc/self")
 # From the second update on, optimizer states exist, so its peak is that of the run.
@@ -195,6 +196,7 @@ class MemoryCheck(Callback):
     def __init__(self) -> None:
         self._num_updates = 0
         self._high_water: HighWater | None = None
+        # The limit before the update.
         self._fit: TunedLimit | None = None
 
     def before_update(self, context: RunContext) -> None:

@@ -38,10 +38,13 @@ from megabatch.train.data.updates import part_of
 from megabatch.train.model.optimizer import LARGEST_NORM
 from megabatch.train.runtime.files import METRICS, read_rows
 
+# Keys of an update's row.
 NOISE, SIGNAL, SCALE = "gradient_noise", "gradient_signal", "noise_scale_samples"
 # A running sum remembers the last ten measurements or so.
 KEPT = 0.9
+# Share of the last measurements by which a run is judged at its end.
 RECENT = 0.5
+# In standard errors.
 SURE = 2.0
 
 
@@ -91,9 +94,12 @@ class NoiseScale(Callback):
         self._every, self._seed = context.config.advice.every or 1, context.config.run.seed
         self._max_norm = learner.max_norm
         self._parameters = [parameter for parameter in learner.model.parameters() if parameter.requires_grad]
+        # Sum of the open update.
         self._part: Sum | None = None
         self._scale = Scale()
+        # Samples of the last measured update.
         self._size = 0
+        # True once the loss is known to have one term.
         self._has_one_term = False
 
     def start(self, context: RunContext) -> None:

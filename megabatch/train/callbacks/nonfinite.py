@@ -6,6 +6,7 @@ from megabatch.train.context import Callback, RunContext
 from megabatch.train.runtime.console import count
 from megabatch.train.runtime.files import SKIPPED
 
+# Skipped updates in a row.
 MAX_IN_A_ROW = 10
 
 
@@ -14,6 +15,7 @@ class SkipNonfinite(Callback):
 
     def __init__(self, context: RunContext) -> None:
         self._log = context.open_log(SKIPPED)
+        # The modules before the update.
         self._kept: list[ModuleSnapshot] = []
         self._num_in_a_row = 0
 

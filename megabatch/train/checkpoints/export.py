@@ -35,8 +35,11 @@ from megabatch.train.runtime.files import new_folder
 from megabatch.train.runtime.ranks import ONE_RANK, Ranks
 from megabatch.train.trust import check_trust
 
+# The recipe in the folder of a run.
 RECIPE = "config.toml"
+# Prefixes of the weights in a checkpoint, and of their average.
 MODEL, AVERAGE = "learner.model.", "average."
+# Prefix of the model's names in a PeftModel.
 INSIDE_PEFT = "base_model.model."
 
 

@@ -30,9 +30,13 @@ from megabatch.train.runtime.ranks import Ranks
 
 Meta = dict[str, Any]
 
+# Key of meta.json: digests of the other files.
 FILES = "files"
+# Key of meta.json: delete this checkpoint once it is not the best one.
 BEST_ONLY = "best_only"
+# Keys of meta.json: the position of the run.
 POSITIONS = ("updates", "watch")
+# By key of meta.json, the kind of the difference, and a prefix for its keys in messages.
 IDENTITY = {
     "settings": ("recipe", ""),
     "model_config": ("model", "model.config."),
@@ -44,6 +48,7 @@ IDENTITY = {
 # Keys that differ whenever anything does come last: any other difference says more.
 UNTELLING = "fingerprint"
 MISSING = "missing"
+# Characters of a value in a message.
 MAX_CHARACTERS = 80
 
 
@@ -65,6 +70,7 @@ class FileDigest(NamedTuple):
     sha256: str  # hexadecimal
 
 
+# By file name.
 Digests = dict[str, FileDigest]
 
 

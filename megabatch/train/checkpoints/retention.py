@@ -69,6 +69,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._pointer = folder, checkpoints_of(folder) / POINTER
+        # By step. None is a valid checkpoint.
         self._damages: dict[int, str | None] = {}
 
     def damage(self, step: int, ranks: Ranks) -> str | None:

@@ -62,13 +62,19 @@ from megabatch.train.runtime.rendezvous import Job
 from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 from megabatch.train.trust import sealed
 
+# Seconds between tries to lock the run.
 SECONDS_BETWEEN_TRIES = 0.2
+# A line of the log.
 SAVED = re.compile(rb"  saved .*(step-\d+)$")
 DATA_KEYS = ("path", "source", "mixture", "function", "options", "pack_tokens")
 PACKAGES = ("megabatch", "torch", "transformers", "datasets", "numpy")
+# Ids of the run at each tracker.
 TRACKING = "tracking.json"
+# Folder in which wandb keeps links of its own.
 FOLDER_OF_LINKS = "wandb"
+# Folders of a run.
 FOLDERS = ("checkpoints", "profile", "stuck", "tensorboard", FOLDER_OF_LINKS)
+# Stands for None, which TOML lacks.
 NONE = "none"
 SECONDS_FOR_GIT = 5.0
 

@@ -48,6 +48,7 @@ from megabatch.train.runtime.files import open_file, remove_path, replace_text, 
 from megabatch.train.runtime.ranks import Ranks
 
 DESCRIPTION = ".metadata"
+# By module, the names that a description may use.
 CLASSES = {
     metadata.__name__: (
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -59,7 +60,9 @@ CLASSES = {
     "pathlib": ("PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath"),
 }  # fmt: skip
+# Words of torch's writer for a file that was cut off.
 CUT_OFF = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")
+# The function that a pickled numpy number calls.
 NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
 NUMPY_TYPES: list[Any] = [NUMPY_SCALAR, np.dtype, *{type(np.dtype(code)) for code in "?bhilqBHILQefd"}]
 

@@ -29,8 +29,11 @@ from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.shared_folder import CHECKPOINT, SharedFolder
 from megabatch.train.runtime.signals import StopSignal
 
+# Seconds between tries to write a run's last checkpoint.
 SECONDS_BETWEEN_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+# These tries take about an hour.
 SECONDS_BETWEEN_LATE_TRIES, MOST_TRIES = 10.0, 360
+# Seconds for a checkpoint on its way when a run on several ranks fails.
 SECONDS_TO_LEAVE = 3.0
 
 
@@ -85,7 +88,9 @@ class Writer:
         self._folder, self._keep_last = Path(config.run.folder), config.run.keep_last
         self._ranks, self._console, self._flush = ranks, console, flush
         self._shelf = Checkpoints(self._folder)
+        # The update at which a failed write is tried again.
         self._retry_step: int | None = None
+        # Tries follow after 1, 2, 4, 8, ... updates until the checkpoint is written.
         self._retry_gap = 1
         self._apart: Ranks | None = None
         if in_background(config, ranks):

@@ -176,11 +176,13 @@ class Audit:
 COMMANDS: dict[str, type] = {
     kind.__name__.lower(): kind for kind in (Init, Show, Train, Plan, Verify, Chat, Export, Report, Runs, Audit)
 }
+# By command of the last version, its replacement.
 REMOVED_COMMANDS = {
     "watch": "open report.html in the run's folder, which is written again while the run goes on and reloads itself",
     "doctor": "run `megabatch verify RECIPE`, under torchrun on all ranks, and `megabatch plan --measure FILE`",
     "completion": "name commands and keys in full; `megabatch --help` and `megabatch train --help` list them",
 }
+# By command, the replacement of each option of the last version.
 REMOVED_OPTIONS: dict[str, dict[str, str]] = {
     "verify": {"step": "`megabatch verify RECIPE` compares gradients alone, and on several ranks under torchrun"},
     "plan": {

@@ -20,8 +20,10 @@ from megabatch.train.cli.arguments import Audit as Arguments
 from megabatch.train.cli.sweep import run_process
 from megabatch.train.runtime.console import CRASHED, print_line
 
+# Environment variables of the audited processes.
 FOLDER, UPDATES = "MEGABATCH_AUDIT_FOLDER", "MEGABATCH_AUDIT_UPDATES"
 PAGE = "audit.html"
+# Folder from which megabatch is imported.
 ROOT = Path(__file__).parents[3]
 
 SITECUSTOMIZE = f"""

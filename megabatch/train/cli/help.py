@@ -17,6 +17,7 @@ from megabatch.train.cli.arguments import COMMANDS, WITH_RECIPE
 from megabatch.train.config import Config, ModelConfig, RunConfig, Section, SourceConfig, UpdateConfig
 from megabatch.train.config.recipe import load_config
 
+# The defaults, and values of the keys that have none.
 EXAMPLE = Config(
     model=ModelConfig(config={"model_type": "llama"}),
     update=UpdateConfig(global_batch_size=32, max_microbatch_tokens=8192),

@@ -17,6 +17,7 @@ from megabatch.train.cli.recipe_command import read_config
 from megabatch.train.report.runs import print_runs
 from megabatch.train.runtime.console import print_line
 
+# Words such as "optim.lr=1e-3", one for each key.
 Words = tuple[str, ...]
 
 

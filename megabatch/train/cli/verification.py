@@ -20,7 +20,9 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
 
+# Samples over all ranks. Each rank runs all of them in float64.
 MAX_SAMPLES = 8
+# Parameters in the table, the worst first.
 NUM_SHOWN = 12
 
 

@@ -11,6 +11,7 @@ TEXT_KEYS = [
     *SOURCE_KEYS,
     *(f"data.{key}" for key in ("mixture", "streaming", "pack_tokens", "max_sample_tokens", "broken_rows")),
 ]
+# A key, the others that do not go with it, and the reason. key=value stands for that value alone.
 EXCLUDING = (
     ("model.function", ["model.attention"], "which a model of your own chooses itself"),
     ("model.function", ["model.quantize"], "and a model of your own may read weights other than by its layers"),
@@ -89,6 +90,7 @@ EXCLUDING = (
     ("data.look_ahead", ["data.num_workers"], "which load an update whole"),
 )
 LOSSES_IN_SHAPES = ("megabatch.losses:next_token", "megabatch.losses:classification")
+# A key, and another without which it has no effect.
 NEEDING = (
     ("model.options", "model.function"),
     ("model.quantize", "model.lora"),

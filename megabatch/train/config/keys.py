@@ -8,6 +8,7 @@ from typing import Any, Union, cast, get_args, get_origin
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, Options, Section, SourceConfig
 
+# By key, its name in other libraries.
 NAMES_ELSEWHERE = {
     "update.micro_batch_size": "local_batch_size per_device_train_batch_size mbs train_micro_batch_size_per_gpu",
     "update.global_batch_size": "train_batch_size total_batch_size global_bsz gbs",
@@ -45,6 +46,7 @@ FOREIGN_KEYS = {
         DERIVED.split(), "it is derived, never set: set update.global_batch_size and update.micro_batch_size"
     ),
 }
+# By removed key, its replacement. A line is kept for one release.
 REMOVED_KEYS = {
     "run.manifest": "it was removed: run_hash in each row of metrics.jsonl tells runs apart; leave the key out",
     "optim.in_backward": "it was removed, since it freed no memory where gradients accumulate: leave it out",

@@ -10,6 +10,7 @@ from megabatch.train.config import ParallelConfig
 
 # Of a mesh; the last one's ranks are neighbors, who talk most.
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+# By wrapper, the axis that it lays out.
 COPYING = {"ddp": "dp_replicate", "replicate": "dp_replicate", "fsdp2": "dp_shard"}
 
 
@@ -55,6 +56,7 @@ class Layout:
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
+# Every rank sees samples of its own.
 ALONE = Layout()
 
 

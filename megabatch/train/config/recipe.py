@@ -34,6 +34,7 @@ from megabatch.train.config.secrets import check_unmasked
 
 Layer = dict[str, Any]
 
+# Expectations that pydantic's own words do not give.
 EXPECTED = {
     "optim.betas": "it must be two numbers of at least 0 and below 1, 0.9,0.95 say",
     "run.folder": "it must name a folder",
@@ -41,6 +42,7 @@ EXPECTED = {
 }
 BOUNDS = ("micro_batch_size", "max_microbatch_tokens")
 MODELS = ("name", "config", "function")
+# Keys of which an override of one replaces the others.
 ALTERNATIVES = {
     "update": [{key} for key in BOUNDS],
     "model": [{"name"}, {"config"}, {"function", "options"}],

@@ -10,19 +10,29 @@ from typing import Any, cast
 from megabatch.errors import MegabatchError
 
 MASK = "(masked)"
+# Last words of a secret's key, or ends of it, as in authtoken.
 WORDS = {
     "token", "apikey", "secret", "password", "passwd", "passphrase", "passcode", "credential", "bearer", "cookie",
 }  # fmt: skip
+# Words that end no other word.
 SHORT_WORDS = {"key", "pwd", "pw", "auth", "authorization", "dsn", "jwt", "otp"}
+# A number under the plural of these words is a count. Several numbers are ids.
 COUNTED = {"token", "key"}
+# Words before COUNTED whose numbers are secret in the plural, too.
 OWNERS = {
     "api", "access", "auth", "hf", "hub", "secret", "private", "session", "refresh", "bearer", "service", "user",
 }  # fmt: skip
+# Words before "token" with which a number is its id.
 SPECIAL = {"pad", "bos", "eos", "unk", "sep", "cls", "mask", "image", "audio", "video"}
+# First words of keys with true or false.
 FLAGS = {"use", "has", "is", "add"}
+# First words of keys with a number of tokens or keys.
 COUNTS = {"num", "max", "min", "n"}
+# Last words behind that of a secret, as in secret_value.
 HOLDERS = {"value", "string"}
+# Texts that stand for the lack of a value.
 NO_SECRETS = ("auto", "none")
+# The part user:password@ of an address, token@, ?token=, and texts of a known form.
 ADDRESS = re.compile(
     r"(://[^/@\s:]*:)[^/\s]+(?=@)|(://)[^/@\s:]{16,}(?=@)"
     r"|([?&;][\w.-]*(?:token|key|secret|password|pwd|credential|signature|sig)=)[^&#;\s]+"

@@ -251,7 +251,9 @@ class OptimConfig(Section):
     evaluated and exported. None: no average."""
 
 
+# Name of the set that is taken off the training data.
 HELD_OUT = "held-out"
+# Name of the set that eval.function returns.
 OWN = "own"
 
 

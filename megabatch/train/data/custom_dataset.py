@@ -18,6 +18,7 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import blamed, load_function
 from megabatch.train.runtime.ranks import Ranks
 
+# Name of the training set, where a function returns several sets.
 TRAIN = "train"
 
 
@@ -170,6 +171,7 @@ def read(samples: Any, index: int, key: str) -> Any:
     return sample
 
 
+# By key of a sample, the shape of a tensor, and None for another value.
 Form = dict[str, tuple[int, ...] | None]
 
 

@@ -26,19 +26,25 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import DataConfig, SourceConfig
 from megabatch.train.data.sources import BrokenRowError, LongRowError, Row, Rows, rows_of, standard_message
 
+# {"input_ids": [T], "labels": [T]}, int64. Labels are IGNORED_LABEL where nothing is learned.
 Sample = dict[str, Tensor]
+# A sample with the name of its row.
 Named = tuple[str, Sample]
 Ids = np.ndarray  # [T] int64
+# Token ids and labels, [T] and [T].
 Encoded = tuple[Ids, Ids]
 Message = dict[str, Any]
+# First and last character in a conversation's text.
 Span = tuple[int, int]
 
+# Fields of each kind of rows, by the recipe's keys. The first kind whose fields a row has is taken.
 FIELDS = {
     "messages": ["messages_field"],
     "prompt": ["prompt_field", "response_field"],
     "text": ["text_field"],
 }
 NOTHING = np.zeros(0, dtype=np.int64)
+# Rows that are tokenized together.
 ROWS_AT_ONCE = 256
 TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # A template takes this day for today, so that data are the same on every day.

@@ -19,6 +19,7 @@ from torch import Tensor
 from megabatch.batching import IGNORED_LABEL
 from megabatch.planning import best_fit
 
+# Uses of a random number. Those of a stream have 2 and 3.
 ORDER, SPLIT = 1, 4
 
 

@@ -36,21 +36,28 @@ KINDS: dict[str, Kind] = {
     ".rst": "documents",
     ".py": "documents",
 }
+# By ending of a file of another program, the format to save in its place.
 DOCUMENTS = {
     **dict.fromkeys((".xlsx", ".xls", ".ods"), ".csv"),
     **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".html"), ".txt"),
 }
+# Delimiters of csv: the first one that the first line has.
 DELIMITERS = ",;\t|"
+# Files at the top of a folder that save_to_disk has written.
 SAVED_FILES = ("dataset_info.json", "dataset_dict.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# Python's stand-in for a byte that is not UTF-8.
 ESCAPED = re.compile("[\udc80-\udcff]")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Excel's "Unicode text" begins with one.
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# Words of json for a file with several values.
 MORE_THAN_ONE = "Extra data"
 # A line takes about 34 times its bytes of memory until it is tokens.
 MAX_LINE_BYTES, PIECE_BYTES = 64 << 20, 1 << 20
 # Python's own limit, 128 KiB, is less than many a text has.
 MAX_CELL_BYTES = 2**31 - 1
+# Names of ShareGPT's speakers.
 ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "assistant": "assistant", "model": "assistant", "bot": "assistant", "tool": "tool",

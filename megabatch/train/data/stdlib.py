@@ -11,6 +11,7 @@ from typing import cast
 
 # Raise it where other functions, or other parts of them, come out.
 VERSION = 1
+# Bytes of a function, with signature and docstring.
 MIN_BYTES = 400
 # With its end it fits into a microbatch of recipes/stdlib.toml.
 MAX_BYTES = 13_000

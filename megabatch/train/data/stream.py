@@ -21,6 +21,7 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.encode import Named, Skipped, samples_of
 from megabatch.train.data.samples import pack_samples
 
+# Uses of a random number. `Mixture` has others.
 DRAW, SHUFFLE = 2, 3
 
 

@@ -32,8 +32,10 @@ from megabatch.train.data.stream import Stream, StreamPosition, StreamUpdate
 from megabatch.train.runtime.exit import end_with_parent, ignore_signals_in_worker
 from megabatch.train.runtime.ranks import Ranks
 
+# A state as JSON.
 State = dict[str, Any]
 Sampler = TypeVar("Sampler", bound=UpdateSampler)
+# Sample ids of an update, and the state after it.
 Share = tuple[list[int], State]
 
 
@@ -48,6 +50,7 @@ class Delivery:
     ids: Sequence[int | str] = ()  # of the samples: their numbers in the data, or a stream's names
 
 
+# The next update, read, and those after it.
 Ahead = tuple[Delivery, Iterator[Delivery]]
 
 
@@ -88,14 +91,18 @@ class Updates:
         else:
             self._source = Shares(data, config, cast(UpdateSampler, sampler), cast(int, self.num_updates.of_run))
         self._state = self._before = self._source.start()
+        # The next update, which peek() has read, and those after it.
         self._ahead: Ahead | None = None
         self._rest: Iterator[Delivery] = iter(())
+        # The update that was read ahead, or the error of reading it.
         self._next: Delivery | Exception | None = None
         # This rank's samples of the update that was handed out last: numbers in the data, or a stream's names.
         self.ids: Sequence[int | str] = ()
         self.dealing = UNMEASURED
         self._is_under_way = False
+        # Changes each sample before it is trained on.
         self.change: Callable[[Any], Any] | None = None
+        # Adds a key with the number of the update and the id of the sample.
         self.add_key: Callable[[Any, int, int | str], Any] | None = None
 
     @property
@@ -232,6 +239,7 @@ class Shares(Dataset[Delivery]):
         self._num_updates, self._seed, self._sampler = num_updates, config.run.seed, sampler
         self._is_own, self._is_told = config.data.function is not None, data.is_told
         self._look_ahead, self._config = config.data.look_ahead, config
+        # Form of the user's first sample.
         self._form: Form | None = None
 
     def deal_by(self, dealing: Dealing, ahead: Ahead | None) -> Ahead | None:
@@ -311,6 +319,7 @@ class Streamed(IterableDataset[Delivery]):
         self._stream, self._ranks, self._num_updates = stream, ranks, num_updates
         self._state = self.start()
         self._dealing = UNMEASURED
+        # The update that was read last.
         self._latest: StreamUpdate | None = None
 
     def deal_by(self, dealing: Dealing, ahead: Ahead | None) -> Ahead | None:

@@ -17,24 +17,31 @@ PAIRS = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"),
     ("instruction", "response"), ("query", "response"), ("input", "output"),
 )  # fmt: skip
+# Texts that follow the prompt of a pair, as in Alpaca and Dolly.
 CONTEXTS = ("input", "context")
 RESPONSES = tuple(dict.fromkeys(response for _, response in PAIRS))
 TEXTS = ("text", "content", "document", "body", "sentence", "review", "comment", "message", "tweet")
 LABELS = ("label", "labels", "class", "category", "target", "sentiment")
 
+# Fields of a source that the user may state.
 SOURCE_FIELDS = ("text_field", "label_field", "prompt_field", "response_field")
 MAX_LABELS = 100
+# Positions of the small model.
 MAX_SAMPLE_TOKENS = 4096
 # A tenth of so few files is too little to evaluate on: their lines are the documents.
 FEW_FILES = 40
+# Rows between two signs of progress.
 ROWS_AT_ONCE = 1000
+# Mean characters of a field that is guessed to be the text.
 MIN_TEXT = 20
 
 # In fewer updates nothing is learned that a page could show.
 MIN_UPDATES = 100
+# Updates of a first run.
 MAX_UPDATES = 2000
 # About ten minutes of the small model.
 MAX_CPU_TOKENS = 8_000_000
+# eval.num_samples. At most a tenth of the data is held out.
 NUM_HELD_OUT = 64
 
 

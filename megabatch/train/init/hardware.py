@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 from megabatch.errors import MegabatchError
 
 Device = Literal["cpu", "a100", "a100-40g", "a100-80g", "h100", "h100-80g", "h200", "b200", "l40s", "rtx4090"]
+# The GPUs that plan knows.
 DEVICES = get_args(Device)[1:]
 HARDWARE = re.compile(r"(?:(\d+) *(?:nodes? +of|x) +)?(?:(\d+) +)?([a-z][\w-]*)", re.IGNORECASE)
 

@@ -22,8 +22,11 @@ from megabatch.train.model.frozen import shape_of, stored
 from megabatch.train.model.weights import ModelSource, Saved, seeded
 from megabatch.train.parallel.wrap import dtype_of
 
+# Peft's name of a single adapter.
 ADAPTER = "default"
+# Part of the names of an adapter's own parameters.
 MARK = ".lora_"
+# Part of the names of modules inside an adapter.
 INSIDE = ".base_layer."
 # Others look at the base's weights, or change them.
 BEGINNINGS = (True, "gaussian")

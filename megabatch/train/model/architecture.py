@@ -32,16 +32,21 @@ from megabatch.train.config.recipe_paths import check_model_folder, check_tokeni
 from megabatch.train.data.stream import check_positions
 from megabatch.train.parallel.wrap import dtype_of
 
+# Loggers that warn of missing kernels and of sums in two steps.
 LOUD = ("bitsandbytes", "torch.distributed.tensor._redistribute")
+# Keys of model.config that the trainer sets.
 OWNED_KEYS = {
     "dtype": "set model.dtype",
     "torch_dtype": "set model.dtype",
     "use_cache": "the trainer sets it (false while it trains): leave it out",
     "attn_implementation": "set model.attention",
 }
+# Implementations of attention and experts in transformers' own code.
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+# Names of torch's dtypes.
 DTYPES = re.compile(r"\b(Double|Float|Half|BFloat16|Float16|Float32|Float64)\b")
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
+# Mark in the tokenizer_config.json of an export, whose class has a tokenizer.json.
 BYTES_MARK = "megabatch_bytes"
 BYTES_TEMPLATE = """\
 {% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}\

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 # These keys say who wrote a config and not what it is.
 VERSION_KEYS = ("transformers_version",)
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# By kernel of torch, the place of dropout_p.
 ATTENTIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,

@@ -19,6 +19,7 @@ from megabatch.train.config.byte_sizes import read_bytes
 from megabatch.train.parallel.wrap import accumulation_of, computing
 from megabatch.train.runtime.oom_limit import load_oom_limit
 
+# By setting of the library, the key of the recipe.
 KEYS = {
     "memory_bytes": "update.memory",
     "Shapes": "update.shapes",

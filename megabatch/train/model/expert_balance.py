@@ -18,6 +18,7 @@ from megabatch.train.config.contradictions import given
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
 
+# Axes over which a sample, or the model, is cut.
 AXES = ("parallel.cp", "parallel.tp", "parallel.pp")
 
 

@@ -24,7 +24,9 @@ from megabatch.train.model.architecture import silence
 from megabatch.train.parallel.wrap import WrapperChoice, computing_dtype
 from megabatch.train.runtime.ranks import Ranks
 
+# By bytes of a number, the integer type with the same bits.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Numbers that are summed at a time, each in a copy of eight bytes.
 SLICE = 2**22
 
 

@@ -15,8 +15,11 @@ from torch.nn import functional
 from megabatch import JointLoss
 from megabatch.train.runtime.plugins import in_place_of
 
+# Key of a sample, int64, which the model does not get.
 KEY = "dropout_key"
+# Factors of splitmix64, whose mixing this is.
 FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+# Odd steps between the places along each dimension.
 STEPS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 

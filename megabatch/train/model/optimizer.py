@@ -24,15 +24,20 @@ from megabatch.train.model.build_accumulator import build_accumulator, use_recip
 from megabatch.train.model.expert_balance import move_biases
 from megabatch.train.runtime.plugins import blamed, load_function
 
+# The entry "params", and its own "weight_decay".
 Group = dict[str, Any]
 
+# wsd falls over a tenth of its updates.
 COOLDOWN_SHARE = 10
 REFUSED = {
     "LBFGS": "it runs the loss many times a step",
     "SparseAdam": "it takes sparse gradients, and a model's are dense",
 }
+# A finite gradient is never clipped to it.
 LARGEST_NORM = sys.float_info.max
+# Weights of a rank, for their median.
 NUM_LOOKED_AT = 2**18
+# Options that are keys of [optim], or not the recipe's.
 OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")
 
 

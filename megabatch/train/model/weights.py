@@ -29,7 +29,9 @@ from megabatch.train.model.frozen import four_bit_options, kind_of, prepare_four
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.plugins import blamed, load_function
 
+# Mark of transformers on a tensor that its rules leave as it is.
 INITIALIZED = "_is_hf_initialized"
+# Tensors in a line.
 NUM_NAMED = 3
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 

@@ -30,6 +30,7 @@ except ImportError:
 
 # Their gradients are compared with those of one process.
 FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+# Name in transformers of the even exchange of tokens in simulations.
 EVEN = "megabatch_even"
 
 

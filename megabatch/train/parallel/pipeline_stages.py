@@ -23,6 +23,7 @@ from megabatch.train.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from megabatch.pipeline import Pipeline
 
+# Stages on a rank under schedules that take any number, where the recipe has none.
 STAGES_PER_RANK = 2
 
 

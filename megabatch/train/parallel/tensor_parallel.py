@@ -33,6 +33,7 @@ FAMILIES = (
     *("ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3"),
     *("seed_oss", "smollm3", "starcoder2"),
 )
+# transformers has no plan for GPT-2.
 GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "fused_heads",
     "transformer.h.*.attn.c_proj": "rowwise",
@@ -40,7 +41,9 @@ GPT2_PLAN = {
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+# Entries of matrices that are cut by their outputs.
 WIDENING = ("colwise", "colwise_gather_output", "fused_heads")
+# Modules of the base model where the stream begins. A dropout after them is of the stream.
 STARTS = ("drop", "layers.0")
 WHOLE, ALONG_SEQUENCE, BY_HEAD, BY_FEATURE = Replicate(), Shard(1), Shard(2), Shard(-1)
 

@@ -30,8 +30,11 @@ SHARD_FROM_PARAMETERS = 1_000_000_000
 CONTEXT_FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
 # Other types look at the longest position, which ranks do not share.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Keys of configs with the number of experts.
 NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+# Entry of a plan for a module that sends tokens to its experts.
 DISPATCHING = "ep_dispatch_experts"
+# Keys that change attention beyond order and documents.
 NOT_KNOWN = ("sliding_window", "softcap", "position_bias", "s_aux")
 
 

@@ -29,14 +29,18 @@ from megabatch.train.config.recipe import expected_text
 
 WARM_UP, REPEATS, LAUNCHES = 3, 7, 200
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Bytes of a rank's part of the small all-gather.
 SMALL_BYTES = 4096
+# In seconds.
 SHORTEST = 1e-8
 
+# Figures as in the file.
 Figures = dict[str, Any]
 _AGAIN = "write it with megabatch plan --measure FILE"
 # The smallest and the largest figure that a machine can have: others have a wrong unit.
 Bytes = Annotated[float, Field(ge=2**26, le=2**50)]
 BytesPerSecond = Annotated[float, Field(ge=1e8, le=1e15)]
+# In FLOP per second.
 Rate = Annotated[float, Field(ge=1e7, le=1e17)]
 Seconds = Annotated[float, Field(ge=SHORTEST, le=10)]
 

@@ -34,6 +34,7 @@ from megabatch.train.plan.grid import GATHER_ONCE, Choice
 MIN_KEPT = 12
 # FLOP per token and parameter, with and without a second forward.
 RECOMPUTE_FLOPS, PLAIN_FLOPS = 6, 4
+# FLOPs per token and trained parameter.
 GRADIENT_FLOPS = 2
 # A layer under tp sends this many times the stream in rings, and in a second forward.
 CUT_BYTES, RECOMPUTED_CUT_BYTES = 8, 3
@@ -41,7 +42,9 @@ CUT_BYTES, RECOMPUTED_CUT_BYTES = 8, 3
 CUT_CALLS, WHOLE_CALLS = 12, 4
 # What FSDP2 gathers is read or written so many times: the buffer, and the weights out of it.
 COPIES = 4
+# Schedules of one stage on each rank.
 GPIPE, ONE_EACH = "GPipe", "1F1B"
+# Fewest logits that `losses.next_token` computes at once.
 MIN_CHUNK = 2**22
 
 

@@ -15,7 +15,9 @@ from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.simulation import Outlines, Simulator, build_simulator, find_longest_sample
 from megabatch.train.runtime.console import Console
 
+# Factor from one number of nodes with a copy of the model to the next.
 NODES_FACTOR = 4
+# Ranks of a pipeline.
 MAX_STAGES = 8
 # A shorter stretch sends much and computes little.
 MIN_STRETCH_TOKENS = 4096

@@ -10,6 +10,7 @@ from megabatch.simulate import Device, device_named
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
 from megabatch.train.plan.device_file import read_device
 
+# Digits of a count.
 MOST_DIGITS = 18
 TOKENS = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([KMBT]?)", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -27,8 +27,11 @@ CERTAIN = 0.93
 GROWN = 0.85
 # Of a time calibrated by a choice with the same recomputation, or by another: it errs by less.
 NEAR, FAR = 0.9, 0.8
+# Needed share of calibrated memory.
 NEEDED = 0.9
+# Simulations once a choice fits.
 MAX_SIMULATIONS = 12
+# Weight of a simulation of both ends of a pipeline, among these.
 PIPELINE_WEIGHT = 3
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 

@@ -76,12 +76,17 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import in_place_of, load_function
 from megabatch.train.runtime.ranks import CPU, ONE_RANK, Ranks
 
+# Shapes and dtypes by name.
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+# The error of fake tensors.
 DATA_DEPENDENT = "DataDependentOutputException"
+# Updates of the data whose lengths stand for all.
 NUM_UPDATES = 4
+# Layers of different kinds that take turns.
 MAX_PERIOD = 8
 # The first and the last layer are gathered at other times than those between.
 MIN_BLOCKS = 3
+# Layers for each one that is simulated.
 MIN_SPARED = 1.25
 
 

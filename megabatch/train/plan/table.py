@@ -28,14 +28,21 @@ from megabatch.train.plan.search import MAX_SIMULATIONS, NO, SIMULATION, TIGHT, 
 from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.runtime.console import Console, count
 
+# In seconds.
 DAY = 24 * 3600.0
+# By section and key, the value.
 Keys = dict[str, dict[str, Any]]
+# Width without a terminal.
 WIDTH = 160
+# Width of a table, whose longest line is measured.
 MOST_WIDTH = 1000
+# Rows that fit. --json has all.
 MAX_ROWS = 16
 MAX_LAYOUT_ROWS = 10
+# Rows that do not fit, the nearest ones.
 MAX_TOO_LARGE = 6
 STYLES = {YES: "green", TIGHT: "yellow", NO: "red"}
+# By column, its categories.
 GROUPS = {
     "states": ("parameters", "buffers", "optimizer states"),
     "gradients": ("gradients", "unsharded gradients"),
@@ -43,6 +50,7 @@ GROUPS = {
     "activations": ("activations", "temporaries"),
 }
 LEFT = ("layout", "fits", "sync", "bound by")
+# HOST is one of the machines.
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", "megabatch")
 
 

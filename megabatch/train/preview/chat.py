@@ -24,6 +24,7 @@ from megabatch.train.data.encode import Tokens
 from megabatch.train.model.architecture import load_tokenizer, read_tokenizer, silence
 from megabatch.train.runtime.console import print_line, printable
 
+# Forgets the conversation.
 NEW = "/new"
 Message = dict[str, str]
 

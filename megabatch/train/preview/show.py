@@ -19,10 +19,14 @@ from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.runtime.console import Console, count, print_line, printable
 from megabatch.train.runtime.ranks import ONE_RANK
 
+# Samples of each source.
 NUM_SHOWN = 3
+# Samples of each source among which the left out ones are counted.
 NUM_READ = 1000
+# Tokens of a sample that are printed.
 MOST_TOKENS = 600
 MARKS = ("\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}")
+# Colors on a terminal.
 COLORS = ("\x1b[32m", "\x1b[0m")
 IDS = "input_ids"
 

@@ -26,8 +26,10 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import check_own_path, flat, read_file, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
+# By tracker and its module, its package.
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 TENSORBOARD = "tensorboard"
+# Seconds for wandb's service to answer, when a run begins there and when it ends.
 SECONDS_TO_ANSWER = 20.0
 # wandb asks nobody for a key in the middle of a run.
 SECONDS_TO_LOG_IN = 1.0
@@ -194,6 +196,7 @@ class Mlflow(Tracker):
     """MLflow keeps every number, so that no step is logged twice."""
 
     def _open(self, config: Config) -> str:
+        # Of each tag, the last step that MLflow has from earlier starts.
         self._last_steps: dict[str, int] = {}
         self._module.set_experiment(config.tracking.project)
         self._id = str(self._module.start_run(run_id=self._saved, run_name=self._name).info.run_id)

@@ -138,6 +138,7 @@ class MetricsFile(JsonlFile):
     def __init__(self, folder: Path, *, enabled: bool, eval_every: int | None, loggers: Sequence[Logger] = ()) -> None:
         super().__init__(folder / METRICS, enabled=enabled)
         self._eval_every, self._loggers = eval_every, loggers
+        # Rows that loggers do not have yet.
         self._hidden: list[Row] = []
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -31,18 +31,25 @@ from megabatch.train.runtime.ranks import Ranks
 
 # The first two updates allocate optimizer states and measure memory.
 RECORDED = 3
+# Ranks and microbatches that are told apart.
 MOST_RANKS, MOST_MICROBATCHES = 64, 256
 IDLE, FORWARD, BACKWARD, REDUCE, STEP = "idle", "forward", "backward", "reduce", "step"
+# REST stands for microbatches beyond those that are told apart.
 DUMMY, REST, END = "dummy microbatch", "rest", "end"
 
 # A rank is slow that was slow in so many of the last updates.
 WINDOW, SLOW_IN = 10, 8
+# Factor of the mean of ranks, and of what their samples explain.
 SLOW = 1.3
+# Lines of ranks that are found at once.
 MOST_LINES = 8
 
+# Updates of a start whose reading is timed.
 LOOKED_AT = 5
+# Share of their time, and seconds of each, above which a run warns.
 MUCH_READING, LEAST_READING = 0.05, 0.01
 
+# Operations in a profiler's table, the longest first.
 NUM_OPERATIONS = 30
 
 
@@ -104,6 +111,7 @@ class Recording(Callback):
         context.ranks.barrier()
         self._file, self._learner, self._loss_fn = file, context.learner, context.loss_fn
         self._device, self._num_microbatches = context.ranks.device, 0
+        # Names and beginnings of spans.
         self._marks: list[tuple[str, Any]] = []
         optimizer = context.learner.optimizer
         self._hooks = [
@@ -205,6 +213,7 @@ class RankTiming(Callback):
     def __init__(self, context: RunContext) -> None:
         self._learner, self._ranks = context.learner, context.ranks
         self._spans, self._loss_fn = Spans(context.ranks.device), context.loss_fn
+        # Plan of the call whose span is the last one.
         self._plan: Plan | None = None
         self._slow_ranks = SlowRanks(context.ranks)
         context.loss_fn = in_place_of(self._loss_fn, self._compute_loss)
@@ -246,6 +255,7 @@ class Spans:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
+        # Beginning and end of each span.
         self._spans: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
@@ -311,6 +321,7 @@ class Profiler(Callback):
 
     def __init__(self, context: RunContext) -> None:
         self._steps, self._folder = frozenset(context.config.run.profile_steps), context.folder / "profile"
+        # Profile of the open update.
         self._profile: profile | None = None
         context.exits.callback(self._stop)
 

@@ -7,7 +7,9 @@ from megabatch.train.context import Callback, RunContext
 from megabatch.train.runtime.files import CUTS, Row
 from megabatch.train.runtime.oom_limit import report_split
 
+# Ranks and microbatches of an update in a line, which counts those that it leaves out.
 MOST_RANKS, MOST_MICROBATCHES = 16, 64
+# Of a data rank: the samples of its microbatches, their real tokens, their padding.
 Cut = list[list[int]]
 
 

@@ -35,15 +35,20 @@ FIRST_KEYS = (
     "step", "loss", "grad_norm", "lr", "tokens_per_second", "tokens_per_second_per_device", "mfu", "samples_per_second",
     "memory_gib",
 )  # fmt: skip
+# Facts of a start, without paths of the machine.
 FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")
+# Updates from which the time left is estimated.
 RECENT = 100
+# Bytes of log.txt in which its end is looked for.
 TAIL_BYTES = 16_384
+# Beginnings of lines of the log.
 GOES_ON = ("update ", "resumed from ", "nothing was saved yet")
 ENDED = ("stopped ", "finished ", "the data ran out")
 FAILED = re.compile(r"stopped by \w+Error\b")
 PLANNED = re.compile(r"(\d+) updates? of ")
 PARAMETERS = re.compile(r"([\d,]+) parameters: (\w+)")
 UTILIZATION = re.compile(r"MFU: (.*)")
+# Settings of the recipe on the page.
 SETTINGS = (("update", "global_batch_size"), ("optim", "lr"), ("optim", "name"))
 Story = dict[str, Any]
 

@@ -7,9 +7,12 @@ from typing import Any
 from megabatch.errors import MegabatchError
 from megabatch.train.runtime.files import Row
 
+# Updates of a page. Of more, every second, third, ... is drawn, and the last one.
 MOST_UPDATES = 20_000
+# Microbatches of all cuts of a page. Of more, those of every second, third, ... update are drawn.
 MOST_MICROBATCHES = 120_000
 MOST_SKIPPED = 500
+# Digits of a number on the page. metrics.jsonl has all of them.
 DIGITS = 6
 Column = list[float | int | None]
 

@@ -14,7 +14,9 @@ from megabatch.train.runtime.console import Console, print_line
 
 COMPARISON = "comparison.html"
 RUNNING = "running"
+# Updates that are drawn while a run goes on.
 MOST_LIVE_UPDATES = 4_000
+# Least seconds between pages of a run that goes on.
 SECONDS_BETWEEN_PAGES = 10.0
 USAGE = "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN ..."
 

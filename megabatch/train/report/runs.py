@@ -19,16 +19,24 @@ from megabatch.train.report.data import last_step, plan_of, planned_of, seconds_
 from megabatch.train.runtime.console import duration_text, print_line, printable
 from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, flat, is_evaluation, read_file, read_rows
 
+# A folder with any of these files is a run.
 RUN_FILES = (CONFIG, METRICS, ENVIRONMENT)
+# Levels of folders in which runs are looked for.
 MOST_LEVELS = 3
+# Keys that tell runs apart and change nothing in them.
 PLACES = ("run.folder", "tracking.name")
 COMPARABLE = (
     "data.", "eval.num_samples", "eval.sets", "eval.watch", "loss.", "model.name", "model.tokenizer", "run.seed",
 )  # fmt: skip
+# The task of a run.
 LOSS = "loss.function"
+# Characters of a value in the table.
 MOST_CHARACTERS = 24
+# Keys without a column.
 MOST_NAMED = 8
+# Keys that have a column, however narrow the terminal is.
 LEAST_KEYS = 3
+# Width of a table that goes to no terminal.
 WIDTH = 160
 DAMAGED = "damaged"
 

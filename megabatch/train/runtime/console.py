@@ -30,11 +30,16 @@ from rich.text import Text
 
 from megabatch.train.runtime.files import DISK_FULL, RetryingAppender
 
+# Exit statuses. The last two are those of a shell for SIGINT and SIGPIPE.
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141
+# Shorter work is not worth a line.
 SECONDS_TO_SHOW = 2.0
 SECONDS_BETWEEN_LINES = 5.0
+# Characters of a failure's line.
 MOST_CHARACTERS = 1200
+# Lines of updates in a run, in the log and where there is no terminal.
 MOST_LINES = 100
+# Seconds between writes of the log and of the bar. Lines of faster updates wait for each other.
 SECONDS_BETWEEN_WRITES = 0.25
 
 
@@ -73,15 +78,19 @@ class Console:
 
     def __init__(self, *, enabled: bool, loss_digits: int, is_verbose: bool = False) -> None:
         self._enabled, self._loss_digits, self._is_verbose = enabled, loss_digits, is_verbose
+        # False if another replica logs for all.
         self.is_logged = True
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._is_live = enabled and sys.stdout.isatty() and not self._rich.is_dumb_terminal
         self._progress = Progress(*columns(), console=self._rich, expand=True, disable=not self._is_live)
         self._lock = threading.RLock()
+        # Blocks that keep the one live display of the terminal up.
         self._num_live = 0
         self._log, self._next_write = RetryingAppender(None), 0.0
+        # The bar of updates.
         self._updates: TaskID | None = None
         self._num_updates: int | None = None
+        # Updates of which one has a line. None: fewer and fewer have.
         self._every: int | None = None
         self._work: Callable[[int], int] = int
 

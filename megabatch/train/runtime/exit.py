@@ -29,9 +29,13 @@ from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+# Key of the store: the number of ranks that have seen the run fail.
 FAILURE = "failure"
+# Seconds in which a rank should see by itself that another has failed.
 SECONDS_TO_NOTICE = 3.0
+# Seconds in which ranks that fail the same way do so.
 SECONDS_TO_AGREE = 0.5
+# Seconds between looks at the other ranks, and at torchrun.
 SECONDS_BETWEEN_LOOKS = 0.5
 # Without torchrun; a new job waits longer for the run's folder.
 SECONDS_TO_SAVE = 20.0

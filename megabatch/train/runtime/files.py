@@ -19,17 +19,25 @@ from typing import Any, cast
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.runtime.shared_folder import ROWS, SharedFolder
 
+# The disk, the user's quota, or the file is full.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
+# Files of a run with rows.
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"
 SKIPPED = "skipped.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
+# Conditions on which the bits of a microbatch depend.
 CONDITIONS = ("threads", "devices", "cpu_capability", "torch", "torch_build", "cuda")
+# Key of a sealed table: the digest of everything else in it.
 DIGEST = "sha256"
+# Bytes at the end of a file of rows, which have those of its last update.
 TAIL_BYTES = 2**16
+# Ending of a name until the file is whole.
 UNFINISHED = ".tmp"
+# Names by `unfinished_name`.
 UNFINISHED_NAME = re.compile(rf"\..+\.[0-9a-f]{{32}}{re.escape(UNFINISHED)}")
 Row = dict[str, Any]
+# Starts of a run whose environment.json is damaged.
 UNKNOWN: list[Row] = [{}]
 
 # json.dumps would make an encoder for each row.
@@ -228,6 +236,7 @@ class RetryingAppender:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        # Pieces for the next `write`.
         self.pending: list[str] = []
 
     def write(self) -> None:
@@ -258,11 +267,13 @@ class RetryingAppender:
 class JsonlFile(RetryingAppender):
     """A file with one JSON object a line, each with the "step" of its update, which only the main rank writes."""
 
+    # True if each update has one row.
     has_every_update = False
 
     def __init__(self, path: Path, *, enabled: bool) -> None:
         super().__init__(path)
         self._file, self.is_enabled = path, enabled
+        # Folder of replicas, one of which writes the rows that all of them make.
         self.shared: SharedFolder | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -30,9 +30,13 @@ from megabatch.train.runtime.files import check_own_path
 from megabatch.train.runtime.rendezvous import SECONDS_TO_ARRIVE, STORE_ERRORS, Rendezvous
 
 MAX_SECONDS, BEATS_PER_DEADLINE = 5.0, 6
+# Activity before the first update and after the last.
 BEGINNING, ENDED = "beginning", "at its end"
+# Activity that may take any time.
 AFTER, COMPILING = "after", "compiling"
+# Updates of which the median is the time of an update: at least, and at most.
 UPDATES_TO_KNOW, UPDATES_TO_KEEP = 5, 101
+# Looks in a row at which a stuck rank must be in code of its own.
 LOOKS = 3
 STUCK, KEY = "stuck", "heartbeat of rank {}"
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -84,21 +88,22 @@ class Heartbeat:
         folder: Path | None = None,
     ) -> None:  # fmt: skip
         self._stuck_after, self._folder = stuck_after, folder or Path()
-        self._since = self.made = 0.0
+        self._update_began_at = self.last_stepped_at = 0.0
         self._seconds = deque[float](maxlen=UPDATES_TO_KEEP)
         self._rendezvous, self._within = rendezvous, within_seconds or 0.0
         self._is_used = rendezvous.store is not None and rendezvous.size > 1 and within_seconds is not None
         self._interval = min(MAX_SECONDS, self._within / BEATS_PER_DEADLINE or MAX_SECONDS)
         self._ended = threading.Event()
         self._num_updates, self._doing, self._awaits_samples = 0, BEGINNING, False
+        # Answers of the store.
         self._num_answers = 0
 
     def wait_for_samples(self, step: int) -> None:
         """Say that this rank waits for the samples of an update."""
         self._num_updates += 1
-        if self.made > self._since:
-            self._seconds.append(self.made - self._since)
-        self._since = time.monotonic()
+        if self.last_stepped_at > self._update_began_at:
+            self._seconds.append(self.last_stepped_at - self._update_began_at)
+        self._update_began_at = time.monotonic()
         self._doing, self._awaits_samples = f"waiting for the samples of update {step}", True
 
     def start_update(self, step: int) -> None:
@@ -167,8 +172,8 @@ class Heartbeat:
         """Look if the update of this rank is overdue, and if it is this rank that holds up the others."""
         timer, looks = StallTimer(self._interval), 0
         while not self._ended.wait(self._interval):
-            seconds = timer.poll(self._since)
-            if self.made > self._since or len(self._seconds) < UPDATES_TO_KNOW:
+            seconds = timer.poll(self._update_began_at)
+            if self.last_stepped_at > self._update_began_at or len(self._seconds) < UPDATES_TO_KNOW:
                 looks = 0
                 continue
             bound = max(cast(float, self._stuck_after) * median(self._seconds), self._within)
@@ -183,7 +188,11 @@ class Heartbeat:
         """Return what this rank does, as the others are told."""
         if self._stuck_after and is_compiling():
             return COMPILING
-        return f"{AFTER} {self._doing.removeprefix('in ')}" if self.made > self._since else self._doing
+        return (
+            f"{AFTER} {self._doing.removeprefix('in ')}"
+            if self.last_stepped_at > self._update_began_at
+            else self._doing
+        )
 
     def _is_held_up(self) -> bool:
         """Return True if another rank does what may take any time."""

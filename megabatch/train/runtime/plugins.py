@@ -20,6 +20,7 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.losses import LossFunction, loss_hooks
 
 OURS = str(Path(__file__).parents[2])
+# Folder of installed packages.
 INSTALLED = str(Path(torch.__file__).parents[1])
 
 

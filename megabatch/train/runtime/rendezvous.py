@@ -22,14 +22,21 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megabatch.errors import MegabatchError
 from megabatch.train.runtime.console import print_line
 
+# Variables that torchrun sets besides RANK.
 ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Errors of a store whose host process is gone.
 STORE_ERRORS = (RuntimeError, ValueError)
+# Keys of the store.
 NUMBER, JOB, ARRIVED, READY = "megabatch: attempts", "megabatch: job", "arrived", "ready"
 REQUEST, ANSWER, ARRIVAL = "megabatch: rank {}", "megabatch: process {}", "arrived {}"
+# torchrun's default rdzv_id.
 UNNAMED = "none"
+# torch's default timeout of a process group.
 SECONDS_TO_ARRIVE = 1800.0
+# Seconds after which a rank says for whom it waits, and again after twice the time.
 SECONDS_TO_TELL = 60.0
 SECONDS_BETWEEN_POLLS, MOST_SECONDS_BETWEEN_POLLS = 0.02, 0.5
+# Ranks in a line.
 MOST_NAMES = 8
 
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 RUN, ROWS, CHECKPOINT = range(3)
 ID_BYTES = 32
 SECONDS_BETWEEN_TRIES = 0.05
+# Seconds to wait for a replica that was stopped in its turn, for example.
 SECONDS_TO_WAIT = {ROWS: 30.0, CHECKPOINT: 600.0}
 
 
@@ -21,7 +22,9 @@ class SharedFolder:
     """A replica's part in the folder of a run. Every rank of the replica has one, and its main rank takes turns."""
 
     def __init__(self) -> None:
+        # True if this replica writes the rows and checkpoints that all replicas have.
         self.is_writer = False
+        # True if other replicas have made updates since they began or resumed the run.
         self.is_joined = False
         self._lock = -1
 

@@ -26,9 +26,11 @@ from megabatch.train.runtime.exit import (
 from megabatch.train.runtime.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Ends the numbers of signals in the pipe.
 END = b"\0"
 # torchrun passes a signal on that reaches the process directly too: both count as one.
 SECONDS_OF_ONE = 1.0
+# Seconds for the main thread to leave by itself before the first update.
 SECONDS_TO_LEAVE = 3.0
 
 
@@ -44,9 +46,12 @@ class StopSignal:
         self._speaks, self._folder = speaks, folder
         self._received: signal.Signals | None = None
         self._ended = threading.Event()
+        # True from the first update on. A signal then waits for the end of an update.
         self.has_begun = False
         self.agreed: signal.Signals | None = None
+        # time.monotonic() from which this rank asks for a checkpoint.
         self.save_at: float | None = None
+        # True once a rank has asked for it.
         self.is_save_due = False
 
     def check(self) -> None:
