@@ -47,6 +47,7 @@ class Pad:
 
     def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
         """Return the samples as one microbatch, ``{name: [B, longest, ...]}``."""
+        # The user's function collates, so that only subclasses are called.
         raise NotImplementedError
 
     def check(self, microbatch: Microbatch) -> None:
